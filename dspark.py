@@ -1,0 +1,974 @@
+"""DSpark: confidence-scheduled speculative decoding, in one file (arXiv 2607.05147).
+
+A large target model writes the text. A small draft model guesses the next few tokens and the target
+checks all guesses in one forward pass, keeping those it would have written itself: the text stays
+the target's own and only arrives faster. The draft has three parts: a backbone that proposes a whole
+block in one parallel pass (DFlash, sec. 2.2), a low-rank Markov head that ties each token of the
+block to the one before it (sec. 3.1), and a confidence head that says how much of the block is worth
+checking (sec. 3.2). Read from top to bottom; the objective (sec. 3.3) is in train.py.
+
+Glossary: paper symbol, name here, meaning
+    M_t, M_d   target, draft     frozen large model, small draft model
+    gamma      gamma             drafts per block: block_size if the anchor's slot predicts, or - 1
+    x_0        anchor            the target's last token; its hidden state does not exist yet
+    h_k, U_k   hidden, base      backbone state and base logits of slot k
+    B_k        bias              Markov head's logit bias of slot k
+    c_k        confidence        P(slot k is accepted | all slots before it were)
+    a_{r,j}    survival          c_{r,1} * ... * c_{r,j}
+    l_r        lengths           drafts of request r that are sent to verification, 0..gamma
+    SPS(B)     steps_per_second  target forwards per second when each carries B tokens
+    tau        accepted_length   tokens committed per round, the target's own token included
+Shapes, at the end of the line that changes them
+    B sequences   S positions       N anchors      K slots of a block = block_size   M any rows
+    R requests    T packed tokens   L cache slots  g drafts of a round <= gamma      C candidates
+    d hidden      H heads           G kv heads     e head_dim      n tapped layers   r Markov rank
+    V target vocabulary             D draft vocabulary
+Where we differ from the public code (speculators 0.9.0, DeepSpec, z-lab DFlash), and why
+    * confidence labels use the target's probability over all of V, as acceptance itself does;
+      speculators renormalises over the draft vocabulary, which overstates acceptance;
+    * a slot is supervised by the token it predicts (speculators: by the slot's own position), and
+      losses are weighted means, sum(w * term) / sum(w) (speculators divides by the slot count);
+    * verification is packed: R + sum(l_r) tokens in one row, whatever the longest l_r is.
+"""
+import contextlib
+import dataclasses
+import functools
+import inspect
+import json
+import math
+import os
+import pathlib
+import time
+from collections import deque, namedtuple
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AttentionInterface
+
+def require(condition, message):
+    """Bad input stops at the door, with what was expected and what came."""
+    if not condition:
+        raise ValueError(message)
+
+# ---------------------------------------------------------------------------------- configuration
+
+@dataclasses.dataclass
+class DSparkConfig:
+    """Sizes and switches of a draft, named as in the public checkpoints' config.json.
+
+    target_layer_ids count decoder-layer outputs from 0 (as DeepSpec and z-lab do): id k is Hugging
+    Face's hidden_states[k + 1]. Raises ValueError for values that cannot work together.
+    """
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    num_target_layers: int
+    target_layer_ids: list
+    mask_token_id: int
+    num_hidden_layers: int = 3
+    draft_vocab_size: int = 0  # 0: the target's whole vocabulary
+    block_size: int = 8
+    sample_from_anchor: bool = True
+    markov_rank: int = 256  # 0: no Markov head, pure DFlash
+    markov_head_type: str = "vanilla"
+    enable_confidence_head: bool = True
+    confidence_head_with_markov: bool = True
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 1e6
+    max_position_embeddings: int = 32768
+    layer_types: list = ()  # empty: full attention everywhere
+    sliding_window: int = 0
+    sliding_window_non_causal: bool = True
+    verifier: dict = dataclasses.field(default_factory=dict)  # name_or_path, architectures
+    dspark_extra: dict = dataclasses.field(default_factory=dict)  # ours alone
+
+    def __post_init__(self):
+        self.draft_vocab_size = self.draft_vocab_size or self.vocab_size
+        self.layer_types = list(self.layer_types) or ["full_attention"] * self.num_hidden_layers
+        rows, last, ids = self.vocab_size, self.num_target_layers - 1, list(self.target_layer_ids)
+        for name, low, high in (("block_size", 2, 1024), ("num_hidden_layers", 1, 1024),
+                                ("markov_rank", 0, rows), ("draft_vocab_size", 1, rows),
+                                ("mask_token_id", 0, rows - 1)):
+            value = getattr(self, name)
+            require(low <= value <= high, f"{name} must be in {low}..{high}, got {value}")
+        require(self.markov_head_type in MARKOV_HEADS, "markov_head_type must be one of "
+                f"{', '.join(MARKOV_HEADS)}, got {self.markov_head_type!r}")
+        needs_markov = self.enable_confidence_head and self.confidence_head_with_markov
+        require(self.markov_rank or not needs_markov, "markov_rank 0 leaves the confidence head no "
+                "Markov embedding: add --no-confidence-head-with-markov")
+        require(ids and ids == sorted(set(ids)) and ids[0] >= 0 and ids[-1] < last,
+                f"target_layer_ids must increase within 0..{last - 1} (the last layer's output is "
+                f"only stored after the final norm), got {ids}")
+
+    @property
+    def first_slot(self):
+        """The first slot that predicts: the anchor's own in DSpark, the one after it in DFlash."""
+        return 0 if self.sample_from_anchor else 1
+
+    @property
+    def gamma(self):
+        return self.block_size - self.first_slot
+
+# -------------------------------------------------------------------- acceptance rule (sec. 2.1)
+
+def probabilities(logits, temperature, top_k=0, top_p=1.0):
+    """Sampling distribution in float32; filters in Hugging Face's order: temperature, top-k, top-p.
+
+    Draft and target both go through here: acceptance is exact only for the very distribution a
+    token was drawn from. logits [..., V] -> [..., V]; temperature > 0.
+    """
+    scores = logits.float() / temperature
+    if not top_k and top_p >= 1:
+        return scores.softmax(-1)
+    width = min(top_k or scores.shape[-1], scores.shape[-1])
+    values, ids = scores.topk(width, dim=-1)  # sorted, but only what top-k leaves
+    probs = values.softmax(-1)
+    mass_above = probs.cumsum(-1) - probs
+    probs = probs * (mass_above < top_p)
+    return torch.zeros_like(scores).scatter(-1, ids, probs / probs.sum(-1, keepdim=True))
+
+def draw(weights, uniform):
+    """Inverse-CDF sample: the smallest i with uniform * total < cdf_i. [..., V], [...] -> [...]"""
+    cdf = weights.double().cumsum(-1)
+    below = cdf <= uniform.double()[..., None] * cdf[..., -1:]
+    return below.sum(-1).clamp(max=weights.shape[-1] - 1)
+
+def accept(tokens, lengths, q, p, uniforms):
+    """The acceptance rule for R requests at once; `verify` is this for one.
+
+    tokens [R, g], of which lengths [R] count, were drawn from q [R, g, V]; p [R, g + 1, V];
+    uniforms [R, g + 1] -> accepted [R], next_token [R]. At temperature 0 p and q are one-hot: then
+    p is the target's argmax [R, g + 1], q is not needed, and a draft must equal the argmax.
+    """
+    (rows, g), greedy = tokens.shape, p.dim() == 2
+    each, slot = (torch.arange(n, device=tokens.device) for n in (rows, g))
+    if greedy:
+        passes = tokens == p[:, :g]
+    else:
+        p_x, q_x = (x[:, :g].gather(2, tokens[..., None])[..., 0] for x in (p, q))  # [R, g]
+        passes = uniforms[:, :g] < (p_x / q_x.clamp(min=1e-8)).clamp(max=1)
+    # Left to right, up to the first failure or to lengths.
+    accepted = (passes & (slot < lengths[:, None])).long().cumprod(1).sum(1)  # [R]
+    p_next = p[each, accepted]  # [R, V], or [R] token ids
+    if greedy or g == 0:
+        return accepted, p_next if greedy else draw(p_next, uniforms[:, -1])
+    # After a rejection: the residual max(p - q, 0). After full acceptance q counts as zero.
+    q_next = q[each, accepted.clamp(max=g - 1)] * (accepted < lengths)[:, None]
+    residual = (p_next - q_next).clamp(min=0)  # [R, V]
+    equal = residual.sum(-1, keepdim=True) <= 1e-8  # p <= q everywhere, so p = q
+    return accepted, draw(torch.where(equal, p_next, residual), uniforms[:, -1])
+
+def verify(draft_tokens, draft_probs, target_probs, generator=None, uniforms=None):
+    """Accept a prefix of one request's drafts and draw the token after it.
+
+    draft_tokens [l], draft_probs [l, V], target_probs [l + 1, V] -> (n_accepted, next_token).
+    uniforms [l + 1] fixes the randomness, the last is for the draw: draft i passes while
+    u_i < min(1, p / max(q, 1e-8)), strictly; as DeepSpec's verify_draft_tokens.
+
+    >>> p, q = torch.tensor([[0.7, 0.3], [0.5, 0.5]]), torch.tensor([[0.5, 0.5]])
+    >>> verify(torch.tensor([1]), q, p, uniforms=torch.tensor([0.9, 0.2]))  # 0.9 >= 0.3 / 0.5
+    (0, 0)
+    """
+    l = len(draft_tokens)
+    require(len(draft_probs) == l and len(target_probs) == l + 1, f"verify expects {l} draft and "
+            f"{l + 1} target distributions, got {len(draft_probs)} and {len(target_probs)}")
+    if uniforms is None:
+        uniforms = torch.rand(l + 1, dtype=torch.float64, generator=generator)
+    one = (draft_tokens[None], torch.tensor([l]), draft_probs[None], target_probs[None])
+    accepted, token = accept(*one, uniforms[None])
+    return int(accepted), int(token)
+
+# ------------------------------------------------------------ backbone: DFlash (sec. 2.2, eq. 2-3)
+
+def visibility(position, document, context_position, context_document, config, window=0):
+    """What each slot may attend to: the one rule for training and drafting.
+
+    A slot of the block anchored at `position` sees the context rows of its own document STRICTLY
+    before the anchor, whose target state does not exist yet when drafting, and its own block.
+    A sliding layer (published speculators drafts have them) sees only the last `window` of those
+    rows and may be causal inside the block.
+
+    position, document [B, N] of the anchors; context_* [B, S] -> bool [B, N K, S + N K]
+    """
+    blocks, size = position.shape[1], config.block_size
+    sees = context_position[:, None] < position[..., None]  # [B, N, S]
+    sees &= context_document[:, None] == document[..., None]
+    if window:
+        sees &= context_position[:, None] >= position[..., None] - window
+    slot = torch.arange(blocks * size, device=position.device)
+    own = slot[:, None] // size == slot // size  # [N K, N K]
+    if window and not config.sliding_window_non_causal:
+        own &= slot[:, None] >= slot
+    sees = sees.repeat_interleave(size, 1)  # [B, N K, S]
+    return torch.cat([sees, own.expand(len(sees), -1, -1)], -1)  # [B, N K, S + N K]
+
+def attend(query, key, value, mask, scale):
+    """Attention with the query heads of one kv head folded into the query axis.
+
+    query [B, H, q, e]; key, value [B, G, k, e]; mask bool [B, q, k] -> [B, H, q, e]
+    """
+    fold = query.shape[1] // key.shape[1]
+    folded = query.unflatten(1, (-1, fold)).flatten(2, 3)  # [B, G, H/G q, e]
+    mask = mask.repeat(1, fold, 1)[:, None]  # [B, 1, H/G q, k]
+    return F.scaled_dot_product_attention(folded, key, value, mask, scale=scale).view(query.shape)
+
+def rotary(position, dim, theta):
+    """RoPE tables: position [B, q] -> cos, sin [B, 1, q, e]"""
+    step = torch.arange(0, dim, 2, device=position.device) / dim
+    angle = position[..., None] * theta**-step  # [B, q, e/2]
+    angle = torch.cat([angle, angle], -1)[:, None]  # [B, 1, q, e]
+    return angle.cos(), angle.sin()
+
+def rotate(x, rope):
+    """Apply RoPE to x [B, heads, q, e]."""
+    first, second = x.chunk(2, -1)
+    return (x * rope[0] + torch.cat([-second, first], -1) * rope[1]).to(x.dtype)
+
+class Layer(nn.Module):
+    """A Qwen3 decoder layer whose attention reads [context ; block] (eq. 3)."""
+    def __init__(self, config):
+        super().__init__()
+        linear = functools.partial(nn.Linear, bias=False)
+        norm = functools.partial(nn.RMSNorm, eps=config.rms_norm_eps)
+        d, wide, self.dim = config.hidden_size, config.intermediate_size, config.head_dim
+        heads, groups = (self.dim * n for n in (config.num_attention_heads, config.num_key_value_heads))
+        self.input_layernorm, self.post_attention_layernorm = norm(d), norm(d)
+        self.self_attn = nn.ModuleDict(dict(
+            q_proj=linear(d, heads), k_proj=linear(d, groups), v_proj=linear(d, groups),
+            o_proj=linear(heads, d), q_norm=norm(self.dim), k_norm=norm(self.dim)))
+        self.mlp = nn.ModuleDict(dict(
+            gate_proj=linear(d, wide), up_proj=linear(d, wide), down_proj=linear(wide, d)))
+
+    def split(self, x):
+        return x.unflatten(-1, (-1, self.dim)).transpose(1, 2)  # [B, heads, q, e]
+
+    def keys_values(self, x, rope):
+        """Context and block alike: [B, q, d] -> rotated keys, values [B, G, q, e]"""
+        key = self.self_attn.k_norm(self.split(self.self_attn.k_proj(x)))
+        return rotate(key, rope), self.split(self.self_attn.v_proj(x))
+
+    def forward(self, x, context, rope, mask):
+        """x [B, N K, d], context keys and values [B, G, S, e] -> [B, N K, d]"""
+        block = self.input_layernorm(x)
+        query = rotate(self.self_attn.q_norm(self.split(self.self_attn.q_proj(block))), rope)
+        pairs = zip(context, self.keys_values(block, rope))
+        key, value = (torch.cat(pair, 2) for pair in pairs)  # [B, G, S + N K, e]
+        out = attend(query, key, value, mask, self.dim**-0.5).transpose(1, 2).flatten(2)
+        x = x + self.self_attn.o_proj(out)
+        block = self.post_attention_layernorm(x)
+        return x + self.mlp.down_proj(F.silu(self.mlp.gate_proj(block)) * self.mlp.up_proj(block))
+
+# ---------------------------------------------------------------- Markov heads (sec. 3.1, eq. 4-6)
+
+class VanillaHead(nn.Module):
+    """B_k = W2 W1[x_{k-1}] (eq. 5): the previous token alone shifts the logits.
+
+    W1 looks up TARGET token ids; W2 projects to the DRAFT vocabulary.
+    """
+    def __init__(self, config):
+        super().__init__()
+        self.markov_w1 = nn.Embedding(config.vocab_size, config.markov_rank)
+        self.markov_w2 = nn.Linear(config.markov_rank, config.draft_vocab_size, bias=False)
+
+    def mix(self, embedding, hidden, state):
+        """embedding [..., r], hidden [..., d], state [..., r] or None -> latent [..., r], state"""
+        return embedding, state
+
+    def step(self, prev, hidden, state=None, w2_rows=None):
+        """One slot; training, drafting and tests all call this. State is None before slot 0.
+
+        prev [...] target ids, hidden [..., d] -> bias [..., D], state; with w2_rows [..., C, r]
+        the bias of those C candidates only.
+        """
+        latent, state = self.mix(self.markov_w1(prev), hidden, state)
+        if w2_rows is None:
+            return self.markov_w2(latent), state
+        return (w2_rows @ latent[..., None])[..., 0], state
+
+    def unroll(self, prev, hidden):
+        """A teacher-forced block, slot by slot: prev [M, K], hidden [M, K, d] -> bias [M, K, D]"""
+        biases, state = [], None
+        for prev_k, hidden_k in zip(prev.unbind(1), hidden.unbind(1)):
+            bias, state = self.step(prev_k, hidden_k, state)
+            biases.append(bias)
+        return torch.stack(biases, 1)
+
+class GatedHead(VanillaHead):
+    """Vanilla plus a gate: the backbone state decides how much of the previous token counts."""
+    def __init__(self, config):
+        super().__init__(config)
+        self.gate_proj = nn.Linear(config.hidden_size + config.markov_rank, config.markov_rank)
+
+    def mix(self, embedding, hidden, state):
+        gate = torch.sigmoid(self.gate_proj(torch.cat([hidden, embedding], -1)))
+        return gate * embedding, state
+
+class RNNHead(VanillaHead):
+    """Vanilla plus a memory: a gated state carries the earlier tokens of the block (eq. 6)."""
+    def __init__(self, config):
+        super().__init__(config)
+        rank = config.markov_rank
+        self.joint_proj = nn.Linear(config.hidden_size + 2 * rank, 3 * rank)
+
+    def mix(self, embedding, hidden, state):
+        state = torch.zeros_like(embedding) if state is None else state
+        joint = self.joint_proj(torch.cat([state, embedding, hidden], -1))
+        gate, candidate, output = joint.chunk(3, -1)  # [..., r] each
+        keep = torch.sigmoid(gate)
+        return torch.tanh(output), keep * state + (1 - keep) * torch.tanh(candidate)
+
+MARKOV_HEADS = {"vanilla": VanillaHead, "gated": GatedHead, "rnn": RNNHead}
+
+# ------------------------------------------------------------------------------- the draft model
+
+# hidden [B, N, K, d], logits [B, N, K, D] with the Markov bias, confidence_logits [B, N, K] | None
+DraftOutput = namedtuple("DraftOutput", "hidden logits confidence_logits")
+# tokens [R, g] target ids, drawn from q [R, g, V] (None if greedy); confidence logits [R, g] | None
+Proposal = namedtuple("Proposal", "tokens q confidence")
+
+class DSparkDraft(nn.Module):
+    """The draft model M_d. Embedding and LM head are the target's: shared, frozen, not saved."""
+    def __init__(self, config, embed_tokens, lm_head, target_head, draft_ids):
+        """embed_tokens, target_head [V, d]; lm_head [D, d]; draft_ids [D]: draft -> target id"""
+        super().__init__()
+        self.config, d, eps = config, config.hidden_size, config.rms_norm_eps
+        self.fc = nn.Linear(len(config.target_layer_ids) * d, d, bias=False)
+        self.hidden_norm, self.norm = nn.RMSNorm(d, eps), nn.RMSNorm(d, eps)
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
+        self.markov_head, self.confidence_head = None, None
+        if config.markov_rank:
+            self.markov_head = MARKOV_HEADS[config.markov_head_type](config)
+        if config.enable_confidence_head:  # eq. 7; the embedding enters ungated for every head
+            width = d + config.markov_rank * config.confidence_head_with_markov
+            self.confidence_head = nn.ModuleDict({"proj": nn.Linear(width, 1)})
+        shared = dict(embed_tokens=embed_tokens, lm_head=lm_head, target_head=target_head)
+        for name, tensor in dict(shared, draft_ids=draft_ids).items():
+            self.register_buffer(name, tensor.detach(), persistent=False)  # no gradient, not saved
+
+    @classmethod
+    def from_target(cls, target, draft_ids=None, markov_std=0.01, **overrides):
+        """A fresh draft for a loaded causal LM; overrides are fields of DSparkConfig.
+
+        draft_ids [D] ascending: the draft vocabulary (default: the first draft_vocab_size ids).
+        The default mask token is the last embedding row; give one that text never uses.
+        """
+        head, embedding = check_target(target), target.get_input_embeddings().weight
+        if draft_ids is not None:
+            overrides["draft_vocab_size"] = len(draft_ids)
+        config = config_for(target, overrides)
+        ids = torch.arange(config.draft_vocab_size) if draft_ids is None else draft_ids
+        ids = torch.as_tensor(ids, device=head.device)
+        require((ids.diff() > 0).all() and ids[-1] < len(head), "draft_ids must ascend, below V")
+        draft = cls(config, embedding, head if len(ids) == len(head) else head[ids], head, ids)
+        if draft.markov_head is not None:
+            nn.init.normal_(draft.markov_head.markov_w1.weight, std=markov_std)
+        return draft.to(head.device)
+
+    def context_keys_values(self, features, position):
+        """H_ctx = RMSNorm(W_c [H^(l1); ...]) (eq. 2), projected once for every layer.
+
+        features [B, S, n d], position [B, S] -> per layer keys, values [B, G, S, e]
+        """
+        context = self.hidden_norm(self.fc(features.to(self.fc.weight.dtype)))  # [B, S, d]
+        rope = rotary(position, self.config.head_dim, self.config.rope_theta)
+        return [layer.keys_values(context, rope) for layer in self.layers]
+
+    def run_blocks(self, anchor, position, document, context, context_position, context_document):
+        """Blocks [anchor, mask, mask, ...] in one parallel pass.
+
+        anchor tokens, their position and document [B, N]; context per layer [B, G, S, e], its
+        position and document [B, S] -> hidden [B, N, K, d]
+        """
+        config, slot = self.config, torch.arange(self.config.block_size, device=position.device)
+        ids = torch.where(slot == 0, anchor[..., None], config.mask_token_id)  # [B, N, K]
+        x = F.embedding(ids, self.embed_tokens).flatten(1, 2).to(self.fc.weight.dtype)  # [B, NK, d]
+        rope = rotary((position[..., None] + slot).flatten(1), config.head_dim, config.rope_theta)
+        windows = [config.sliding_window * (k == "sliding_attention") for k in config.layer_types]
+        masks = {w: visibility(position, document, context_position, context_document, config, w)
+                 for w in set(windows)}
+        for layer, keys_values, window in zip(self.layers, context, windows):
+            x = layer(x, keys_values, rope, masks[window])
+        return self.norm(x).unflatten(1, (-1, config.block_size))  # [B, N, K, d]
+
+    def backbone(self, features, input_ids, anchors, document_ids=None, position_ids=None):
+        """Blocks at many anchors of packed rows at once, for training -> hidden [B, N, K, d]"""
+        if document_ids is None:
+            document_ids = torch.zeros_like(input_ids)
+        if position_ids is None:
+            position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)
+            position_ids = position_ids.expand(input_ids.shape)
+        context = self.context_keys_values(features, position_ids)
+        blocks = (row.gather(1, anchors) for row in (input_ids, position_ids, document_ids))
+        return self.run_blocks(*blocks, context, position_ids, document_ids)
+
+    def heads(self, hidden, prev):
+        """Teacher-forced: hidden [M, K, d], prev [M, K] -> U_k + B_k [M, K, D] (eq. 4), confidence
+        logits [M, K] or None. prev is the token before the one a slot predicts."""
+        logits = self.base_logits(hidden)
+        if self.markov_head is not None:
+            logits = logits + self.markov_head.unroll(prev, hidden)
+        return logits, self.confidence(hidden, prev)
+
+    def base_logits(self, hidden):
+        """U_k = lm_head(h_k): [M, K, d] -> [M, K, D]. In 2-D, else F.linear copies the weights."""
+        flat = hidden.flatten(0, 1).to(self.lm_head.dtype)
+        return F.linear(flat, self.lm_head).unflatten(0, hidden.shape[:2])
+
+    def confidence(self, hidden, prev):
+        """Logit of c_k = sigmoid(w . [h_k ; W1[prev_k]] + b): [..., d], [...] -> [...] or None"""
+        if self.confidence_head is None:
+            return None
+        if self.config.confidence_head_with_markov:
+            hidden = torch.cat([hidden, self.markov_head.markov_w1(prev)], -1)
+        return self.confidence_head.proj(hidden)[..., 0]
+
+    def previous_tokens(self, input_ids, anchors):
+        """The token at p + k when sampling from the anchor, else at p + k - 1 -> [B, N, K]"""
+        slot = torch.arange(self.config.block_size, device=anchors.device)
+        index = anchors[..., None] + (slot - self.config.first_slot).clamp(min=0)
+        index = index.clamp(max=input_ids.shape[1] - 1)
+        return input_ids.gather(1, index.flatten(1)).view(index.shape)
+
+    def forward(self, features, input_ids, anchors, anchor_valid=None, document_ids=None,
+                position_ids=None):
+        """Teacher-forced blocks at `anchors` [B, N], indices into the row -> DraftOutput
+
+        features [B, S, n d], input_ids [B, S]; document_ids [B, S], -1 for padding; position_ids
+        [B, S] restart in every document. Where anchor_valid is False the numbers mean nothing.
+        """
+        shape = (*input_ids.shape, self.fc.in_features)
+        require(features.shape == shape, f"features must be {shape}, got {tuple(features.shape)}")
+        hidden = self.backbone(features, input_ids, anchors, document_ids, position_ids)
+        prev = self.previous_tokens(input_ids, anchors)
+        rows = self.heads(hidden.flatten(0, 1), prev.flatten(0, 1))
+        return DraftOutput(hidden, *(x if x is None else x.unflatten(0, anchors.shape) for x in rows))
+
+    def propose(self, anchors, position, context, g, uniforms, filters=(0.0, 0, 1.0), top=0,
+                greedy=True):
+        """Draft g tokens for R requests: the backbone once, then the heads slot by slot.
+
+        anchors, position [R]; context: per layer cached keys, values [R, G, L, e], slot index =
+        position; uniforms [R, g]; filters: temperature, top_k, top_p; top > 0: walk only the top
+        candidates of each slot, which is cheaper and lossless all the same -> Proposal
+        """
+        slots = torch.arange(context[0][0].shape[2], device=anchors.device).expand(len(anchors), -1)
+        zero = torch.zeros_like(anchors)[:, None]  # every request is a row, so document 0
+        block = (anchors[:, None], position[:, None], zero)
+        hidden = self.run_blocks(*block, context, slots, zero)[:, 0]  # [R, K, d]
+        first, markov, state, prev = self.config.first_slot, self.markov_head, None, anchors
+        if first and markov is not None:  # slot 0 predicts nothing, but feeds the rnn
+            state = markov.step(prev, hidden[:, 0])[1]
+        hidden = hidden[:, first : first + g]  # [R, g, d]
+        base, rows = self.base_logits(hidden), None
+        ids = self.draft_ids.expand(base.shape)  # [R, g, C]
+        if 0 < top < base.shape[-1]:
+            base, index = base.topk(top, dim=-1)
+            ids = self.draft_ids[index]
+            rows = None if markov is None else markov.markov_w2.weight[index]  # [R, g, C, r]
+        prevs, tokens, q = [], [], None if greedy else base.new_zeros(
+            *base.shape[:2], len(self.embed_tokens), dtype=torch.float32)
+        for k in range(g):
+            logits = base[:, k]  # [R, C]
+            if markov is not None:
+                bias, state = markov.step(prev, hidden[:, k], state, rows if rows is None else rows[:, k])
+                logits = logits + bias  # eq. 4
+            if greedy:
+                choice = logits.argmax(-1)  # [R]
+            else:
+                q_k = probabilities(logits, *filters)  # [R, C]
+                choice = draw(q_k, uniforms[:, k])
+                q[:, k].scatter_(1, ids[:, k], q_k)
+            prevs.append(prev)
+            prev = ids[:, k].gather(1, choice[:, None])[:, 0]  # target ids, for W1 and verification
+            tokens.append(prev)
+        confidence = self.confidence(hidden, torch.stack(prevs, 1))
+        return Proposal(torch.stack(tokens, 1), q, confidence)
+
+    def save_pretrained(self, folder):
+        """Write config.json and model.safetensors in speculators' format, which vLLM serves."""
+        tensors, config, ids = dict(self.state_dict()), self.config, self.draft_ids
+        if config.draft_vocab_size < config.vocab_size:
+            tensors["lm_head.weight"] = self.lm_head
+            tensors["d2t"] = ids - torch.arange(len(ids), device=ids.device)  # offsets
+            tensors["t2d"] = torch.isin(torch.arange(config.vocab_size, device=ids.device), ids)
+        folder = pathlib.Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        # Both files are complete under another name before either takes its place.
+        weights, text = folder / "model.safetensors.tmp", folder / "config.json.tmp"
+        save_file({k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}, weights)
+        text.write_text(json.dumps(speculators_json(config), indent=2) + "\n")
+        os.replace(weights, folder / "model.safetensors")
+        os.replace(text, folder / "config.json")
+
+    @classmethod
+    def from_pretrained(cls, folder, target):
+        """Load a draft in speculators' format (ours) and pair it with `target`.
+
+        Raises ValueError for missing or unexpected tensors and for a target of other sizes.
+        """
+        folder = pathlib.Path(folder)
+        for name in ("config.json", "model.safetensors"):
+            require((folder / name).is_file(), f"no draft in {folder}: {name} is missing")
+        config = read_config(json.loads((folder / "config.json").read_text()), target)
+        tensors, head = load_file(folder / "model.safetensors"), check_target(target)
+        lm_head, ids = tensors.pop("lm_head.weight", head), torch.arange(config.draft_vocab_size)
+        if tensors.pop("t2d", None) is not None:
+            ids = ids + tensors.pop("d2t")
+        require(len(lm_head) == len(ids), f"{folder}: lm_head.weight has {len(lm_head)} rows, the "
+                f"draft vocabulary {len(ids)}")
+        draft = cls(config, target.get_input_embeddings().weight, lm_head.to(head), head, ids)
+        missing, unexpected = draft.load_state_dict(tensors, strict=False)
+        require(not missing and not unexpected, f"{folder}: missing tensors {missing}, unexpected "
+                f"tensors {unexpected}")
+        return draft.to(head.device)
+
+# -------------------------------------------------------------------- pairing and config.json
+
+QWEN3_FIELDS = ("hidden_size intermediate_size num_hidden_layers num_attention_heads vocab_size "
+                "num_key_value_heads head_dim rms_norm_eps max_position_embeddings").split()
+DSPARK_FIELDS = ("mask_token_id block_size draft_vocab_size markov_rank markov_head_type "
+                 "sample_from_anchor enable_confidence_head confidence_head_with_markov "
+                 "sliding_window_non_causal dspark_extra").split()
+
+def check_target(target):
+    """Refuse what cannot be paired, by name; return the LM head's weight [V, d].
+
+    The objective rebuilds target logits as lm_head(last hidden state): a soft cap, a logit scale
+    or a bias would break that silently, so it is tried on four tokens.
+    """
+    kind, head = type(target).__name__, target.get_output_embeddings().weight
+    with torch.no_grad():
+        ids = torch.arange(4, device=target.device)[None]
+        out = target(input_ids=ids, output_hidden_states=True, use_cache=False)
+        gap = F.linear(out.hidden_states[-1], head).float() - out.logits.float()
+    require(gap.abs().max() <= 0.01 * out.logits.abs().max(), f"{kind}: logits are not lm_head(last "
+            "hidden state); soft caps, logit scales and biased heads are not supported")
+    return head
+
+def rope_base(config):
+    """rope_theta: under rope_parameters in transformers 5, at the top level before."""
+    nested = config.get("rope_parameters") or {}
+    return float(nested.get("rope_theta") or config.get("rope_theta") or 10000.0)
+
+def config_for(target, overrides):
+    """The DSparkConfig of a fresh draft: the target's sizes, then the overrides."""
+    source, rows = target.config.to_dict(), len(target.get_input_embeddings().weight)
+    layers, known = source["num_hidden_layers"], {f.name for f in dataclasses.fields(DSparkConfig)}
+    require(set(overrides) <= known, f"DSparkConfig has no fields {sorted(set(overrides) - known)}")
+    fields = {name: source.get(name) for name in QWEN3_FIELDS}
+    fields["head_dim"] = fields["head_dim"] or fields["hidden_size"] // fields["num_attention_heads"]
+    fields.update(
+        num_hidden_layers=3, num_target_layers=layers, vocab_size=rows, mask_token_id=rows - 1,
+        target_layer_ids=sorted({1, layers // 2 - 1, layers - 4} & set(range(layers - 1))),
+        rope_theta=rope_base(source), verifier={"name_or_path": target.config._name_or_path,
+                                                "architectures": [type(target).__name__]})
+    return DSparkConfig(**{**fields, **overrides})
+
+def speculators_json(config):
+    """config.json with every field written, since the loaders' defaults disagree."""
+    dspark = config.markov_rank or config.enable_confidence_head or config.sample_from_anchor
+    kind = "dspark" if dspark else "dflash"
+    proposal = {"proposal_type": "greedy", "speculative_tokens": config.gamma}
+    return {
+        "architectures": ["DSparkDraftModel" if dspark else "DFlashDraftModel"],
+        "speculators_model_type": kind,
+        "speculators_version": "0.9.0",
+        "speculators_config": {"algorithm": kind, "default_proposal_method": "greedy",
+                               "proposal_methods": [proposal], "verifier": config.verifier},
+        "transformer_layer_config": {
+            "model_type": "qwen3", "hidden_act": "silu", "attention_bias": False,
+            **{name: getattr(config, name) for name in QWEN3_FIELDS},
+            "layer_types": config.layer_types, "sliding_window": config.sliding_window or None,
+            "rope_parameters": {"rope_theta": config.rope_theta, "rope_type": "default"}},
+        "aux_hidden_state_layer_ids": [k + 1 for k in config.target_layer_ids],  # 0 = embeddings
+        **{name: getattr(config, name) for name in DSPARK_FIELDS},
+        "tie_word_embeddings": False}
+
+def read_config(raw, target):
+    """speculators' config.json -> DSparkConfig, checked against the target it is loaded for."""
+    kind = raw.get("speculators_model_type")
+    require(kind in ("dspark", "dflash"), "config.json: speculators_model_type must be dspark or "
+            f"dflash, got {kind!r}")
+    inner, fields = raw["transformer_layer_config"], dict(sliding_window_non_causal=False)
+    if kind == "dflash":
+        fields.update(markov_rank=0, enable_confidence_head=False, sample_from_anchor=False)
+    fields.update({name: inner[name] for name in QWEN3_FIELDS})
+    fields.update({name: raw[name] for name in DSPARK_FIELDS if name in raw})
+    config = DSparkConfig(
+        **fields, num_target_layers=target.config.num_hidden_layers, rope_theta=rope_base(inner),
+        target_layer_ids=[k - 1 for k in raw["aux_hidden_state_layer_ids"]],
+        layer_types=inner.get("layer_types") or (), sliding_window=inner.get("sliding_window") or 0,
+        verifier=raw["speculators_config"]["verifier"])
+    ours, theirs = (config.vocab_size, config.hidden_size), target.get_input_embeddings().weight.shape
+    require(ours == theirs, f"a draft of {config.verifier.get('name_or_path')} (vocabulary, hidden "
+            f"size {ours}) does not fit {target.config._name_or_path} {tuple(theirs)}")
+    return config
+
+# ------------------------------- scheduling (sec. 3.2.2, Algorithm 1; calibration, sec. 3.2.1, too)
+
+def schedule_prefixes(confidence, steps_per_second):
+    """Algorithm 1: how many drafts of each request to verify, so that tokens per second peak.
+
+    confidence [R, gamma] = c_{r,j}; steps_per_second: int B -> SPS(B) -> lengths [R]. The stop at
+    the first non-improvement keeps it lossless (Appendix A): whether x_k is admitted may not depend
+    on x_k, and c_{k+1} does, through W1[x_k]; a search over all lengths would look at it.
+    """
+    rows = len(confidence)
+    survival = confidence.double().cumprod(1)  # a_{r,j}
+    # Sorted, descending; the stable sort in (j, r) order breaks ties by smaller j, then smaller r.
+    ranked, order = survival.T.flatten().sort(descending=True, stable=True)  # [gamma R]
+    ranked = ranked[ranked > 0]
+    tau = torch.cat([ranked.new_tensor([rows]), ranked]).cumsum(0)
+    rates = [steps_per_second(rows + admitted) for admitted in range(len(tau))]
+    throughput = tau * tau.new_tensor(rates)  # Theta = tau * SPS(B)
+    improves = throughput[1:] > throughput[:-1]
+    admitted = int(improves.long().cumprod(0).sum())  # up to the first that does not
+    return torch.bincount(order[:admitted] % rows, minlength=rows)  # l_r
+
+def choose_lengths(schedule, confidence, g, rows, steps_per_second):
+    """The schedule's decision, R lengths in a list; made, and cut, before the target runs."""
+    if schedule == "full" or isinstance(schedule, int):
+        return [g] * rows
+    if schedule == "prefix":
+        lengths = schedule_prefixes(confidence, steps_per_second)
+    elif callable(schedule):
+        lengths = torch.as_tensor(schedule(confidence))
+    else:  # a threshold: the first slot below it ends the prefix
+        lengths = (confidence >= schedule).long().cumprod(1).sum(1)
+    return lengths.clamp(0, g).tolist()
+
+# ------------------------------------------------------- packed target and cache (sec. 5.3)
+
+# Where the tokens of one packed forward belong. Cache rows low..high - 1, slots below length; row
+# and position [T]; real [R, longest] marks the cells of a grid that hold a token, grid [R, longest]
+# is its packed index and cell_position [R, longest] its position.
+Plan = namedtuple("Plan", "low high length row position real grid cell_position")
+
+def make_plan(low, starts, counts, device):
+    """Request i sends counts[i] tokens, at positions starts[i], starts[i] + 1, ..."""
+    start, count, wide = torch.tensor(starts), torch.tensor(counts), torch.arange(max(counts))
+    real = wide < count[:, None]  # [R, longest]
+    row, offset = real.nonzero(as_tuple=True)  # [T]
+    grid = real.flatten().cumsum(0).sub(1).view_as(real)  # padding cells repeat a real token
+    tensors = (low + row, start[row] + offset, real, grid, start[:, None] + wide)
+    length = max(a + b for a, b in zip(starts, counts))
+    return Plan(low, low + len(counts), length, *(x.to(device) for x in tensors))
+
+class RaggedCache:
+    """Keys and values [rows, G, slots, e] per layer; the slot index IS the position.
+
+    Writing is a scatter and rolling back is not writing: what lies beyond a request's committed
+    tokens is never visible, and is overwritten when its position comes.
+    """
+    def __init__(self, rows, slots):
+        self.rows, self.slots, self.layers, self.plan = rows, slots, {}, None
+
+    def update(self, key, value, layer_idx, cache_kwargs=None, kwargs=None):
+        """Store packed [1, G, T, e]; Hugging Face's layers call this -> views [R, G, L, e]"""
+        plan, pair = self.plan, (key, value)
+        if layer_idx not in self.layers:
+            self.layers[layer_idx] = [
+                x.new_zeros(self.rows, x.shape[1], self.slots, x.shape[3]) for x in pair]
+        for store, new in zip(self.layers[layer_idx], pair):
+            store[plan.row, :, plan.position] = new[0].transpose(0, 1)  # [T, G, e]
+        return self.view(layer_idx, plan.low, plan.high, plan.length)
+
+    def view(self, layer_idx, low, high, length):
+        return [store[low:high, :, :length] for store in self.layers[layer_idx]]
+
+    def move(self, source, to):
+        for store in sum(self.layers.values(), []):
+            store[to] = store[source]
+
+def packed_attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0,
+                     sliding_window=None, plan=None, **kwargs):
+    """Attention function for Hugging Face models; un-packs queries just for the score product.
+
+    query [1, H, T, e]; key, value [R, G, L, e] as the cache returned them -> [1, T, H, e]
+    """
+    unknown = {name for name, value in kwargs.items() if value is not None} - NOT_FOR_ATTENTION
+    require(not unknown, f"{type(module).__name__} wants {sorted(unknown)}, unknown to packed attention")
+    slot = torch.arange(plan.length, device=query.device)
+    mask = slot <= plan.cell_position[..., None]  # [R, longest, L]
+    if sliding_window:
+        mask &= slot > plan.cell_position[..., None] - sliding_window
+    query = query[0][:, plan.grid].transpose(0, 1)  # [R, H, longest, e]
+    out = attend(query, key, value, mask, scaling or query.shape[-1] ** -0.5)
+    return out.transpose(1, 2)[plan.real][None], None  # [1, T, H, e]
+
+NOT_FOR_ATTENTION = set("position_ids cache past_key_values use_cache cache_position is_causal "
+                        "output_hidden_states output_attentions".split())
+AttentionInterface.register("dspark_packed", packed_attention)
+
+@contextlib.contextmanager
+def packed(target):
+    """Run the target in eval mode with packed attention, and leave it as it was found."""
+    before, training = target.config._attn_implementation, target.training
+    target.eval().set_attn_implementation("dspark_packed")
+    try:
+        yield
+    finally:
+        target.set_attn_implementation(before)
+        target.train(training)
+
+def run_target(target, cache, layer_ids, tokens, plan, keep=0):
+    """One packed forward of any causal LM: tokens [T] -> logits [T, V], features [T, n d] or None
+
+    keep: indices of the rows whose logits are wanted (0: all). The features follow layer_ids.
+    """
+    cache.plan = plan
+    name = "cache" if "cache" in inspect.signature(target.forward).parameters else "past_key_values"
+    out = target(input_ids=tokens[None], position_ids=plan.position[None], use_cache=True, plan=plan,
+                 output_hidden_states=bool(layer_ids), logits_to_keep=keep, **{name: cache})
+    states = [out.hidden_states[k + 1][0] for k in layer_ids]
+    return out.logits[0], torch.cat(states, -1) if states else None
+
+# ------------------------------------------------------------------------------------- generate
+
+# One round as on_round sees it; lists over the live requests (requests: their Generations).
+Round = namedtuple("Round", "requests anchors drafts lengths confidence accepted next_tokens")
+PREFILL_TOKENS = 4096  # prompts join in groups of about this many tokens
+
+class Generation:
+    """One request: its text, and per round how many drafts were verified and accepted."""
+    def __init__(self, index, prompt, budget, gamma):
+        self.index, self.prompt, self.budget, self.gamma = index, prompt, budget, gamma
+        self.tokens, self.origins = [], []  # origin: first, draft, correction or bonus
+        self.lengths, self.accepts = [], []  # per round; accepts before the cut at a stop or budget
+        self.drafted, self.done = 0, budget == 0
+
+    rounds = property(lambda self: len(self.lengths))  # target forwards, the prefill not counted
+    verified = property(lambda self: sum(self.lengths))
+    accepted = property(lambda self: sum(self.accepts))
+
+    @property
+    def accepted_length(self):
+        """tau, tokens committed per round; nan without rounds."""
+        return 1 + self.accepted / self.rounds if self.rounds else math.nan
+
+    @property
+    def acceptance_by_position(self):
+        """[gamma] share of rounds in which at least k drafts were accepted, as vLLM counts."""
+        hits = [sum(a > k for a in self.accepts) for k in range(self.gamma)]
+        return [hit / self.rounds if self.rounds else math.nan for hit in hits]
+
+    @property
+    def conditional_acceptance(self):
+        """[gamma] acceptance of draft k where it was verified and those before it accepted."""
+        tried = [sum(min(n, a + 1) > k for n, a in zip(self.lengths, self.accepts))
+                 for k in range(self.gamma)]
+        hits = [sum(a > k for a in self.accepts) for k in range(self.gamma)]
+        return [hit / n if n else math.nan for hit, n in zip(hits, tried)]
+
+    def commit(self, drafts, token, origin, stops):
+        """Append accepted drafts and the target's own token; cut at a stop token or the budget."""
+        for new, source in [*((draft, "draft") for draft in drafts), (token, origin)]:
+            self.tokens.append(new)
+            self.origins.append(source)
+            self.done = new in stops or len(self.tokens) == self.budget
+            if self.done:
+                break
+
+def total(generations):
+    """The counters of many requests in one Generation."""
+    whole = Generation(-1, [], 0, max((one.gamma for one in generations), default=0))
+    for one in generations:
+        whole.lengths += one.lengths
+        whole.accepts += one.accepts
+        whole.drafted += one.drafted
+    return whole
+
+def check_request(target, draft, prompts, max_new_tokens, schedule, steps_per_second, sampling):
+    """What `generate` refuses, by name. -> prompts as lists, drafts per round"""
+    temperature, top_k, top_p, top, draft_sampling = sampling
+    rows, limit = len(target.get_input_embeddings().weight), target.config.max_position_embeddings
+    gamma, whole = draft.config.gamma if draft else 0, type(schedule) is int
+    kinds = set(getattr(target.config, "layer_types", None) or ())
+    require(kinds <= {"full_attention", "sliding_attention"}, f"{type(target).__name__}: its layers "
+            f"{sorted(kinds)} keep a state that cannot be rolled back")
+    require(min(temperature, top_k, top) >= 0 and 0 < top_p <= 1, "expected temperature, top_k, "
+            f"markov_top_k >= 0 and top_p in (0, 1], got {sampling}")
+    require(draft_sampling in ("sample", "argmax"), f"no draft_sampling {draft_sampling!r}")
+    require(type(max_new_tokens) is int and max_new_tokens >= 0, f"max_new_tokens: {max_new_tokens!r}")
+    known = schedule in ("full", "prefix") and type(schedule) is str or callable(schedule)
+    share = type(schedule) is float and 0 <= schedule <= 1
+    require(known or share or whole and 0 <= schedule <= (gamma or math.inf), "schedule must be "
+            f"'full', 'prefix', an int in 0..{gamma}, a float in [0, 1] or a callable, got {schedule!r}")
+    require(draft is None or len(draft.embed_tokens) == rows, f"draft of another target: not {rows} ids")
+    require(draft is None or draft.confidence_head is not None or whole or schedule == "full",
+            f"schedule {schedule!r} needs a draft with a confidence head")
+    require(draft is None or schedule != "prefix" or steps_per_second, "'prefix' needs steps_per_second")
+    prompts = [torch.as_tensor(prompt).tolist() for prompt in prompts]
+    for i, prompt in enumerate(prompts):
+        require(prompt and min(prompt) >= 0 and max(prompt) < rows, f"prompt {i}: expected token ids "
+                f"below {rows}, got {prompt}")
+        require(len(prompt) + max_new_tokens + gamma <= limit, f"prompt {i}: {len(prompt)} tokens + "
+                f"{max_new_tokens} new + {gamma} drafts exceed max_position_embeddings {limit}")
+    return prompts, schedule if whole and draft else gamma
+
+@torch.no_grad()
+def generate(target, draft, prompts, max_new_tokens, temperature=0.0, top_k=0, top_p=1.0,
+             stop_token_ids=(), schedule="full", steps_per_second=None, draft_seconds=None,
+             max_concurrency=None, markov_top_k=0, draft_sampling="sample", generator=None,
+             on_round=None, on_done=None):
+    """Decode all prompts, batched and lossless; draft=None is plain decoding by the same lines.
+
+    prompts: 1-D LongTensors or lists. schedule: "full"; an int, drafts per round (0: plain); a
+    float, threshold on c_k; "prefix", Algorithm 1; or a callable confidence [R, gamma] -> lengths.
+    At most max_concurrency requests run at once; others join as places become free. generator
+    makes temperature > 0 repeatable; draft_sampling="argmax" proposes greedily, with one-hot q;
+    markov_top_k > 0 walks only the top candidates; on_round(Round) is called after
+    each round, on_done(Generation) when a request ends.
+    -> one Generation per prompt, in order. ValueError for bad input. The target is left as found.
+    """
+    filters, sampling = (temperature, top_k, top_p), (markov_top_k, draft_sampling)
+    prompts, g = check_request(target, draft, prompts, max_new_tokens, schedule, steps_per_second,
+                               filters + sampling)
+    draft = draft if g else None
+    greedy_draft = temperature == 0 or draft_sampling == "argmax"
+    layer_ids = draft.config.target_layer_ids if draft else ()
+    stops = {stop_token_ids} if type(stop_token_ids) is int else set(stop_token_ids)
+    device, slots = target.device, max(map(len, prompts), default=0) + max_new_tokens + g
+    requests = [Generation(i, prompt, max_new_tokens, g) for i, prompt in enumerate(prompts)]
+    waiting, live = deque(one for one in requests if not one.done), []
+    rows = min(max_concurrency or len(prompts), len(prompts))
+    cache, context = RaggedCache(rows, slots), RaggedCache(rows, slots)  # target's, draft's
+
+    def uniforms(count):
+        """Random numbers [R, count]; none are drawn at temperature 0."""
+        if temperature == 0:
+            return torch.zeros(len(live), count, device=device)
+        where = generator.device if generator else "cpu"
+        numbers = torch.rand(len(live), count, dtype=torch.float64, generator=generator, device=where)
+        return numbers.to(device)
+
+    def run(tokens, plan, keep=0):
+        """Target distributions (argmax at temperature 0); the draft's context takes the new rows."""
+        logits, features = run_target(target, cache, layer_ids, tokens, plan, keep)
+        if layer_ids:
+            context.plan = plan
+            pairs = draft.context_keys_values(features[None], plan.position[None])
+            for layer, pair in enumerate(pairs):
+                context.update(*pair, layer)
+        return logits.argmax(-1) if temperature == 0 else probabilities(logits, *filters)
+
+    with packed(target):
+        while waiting or live:
+            # 1. Admit prompts into free rows, some at a time; the prefill gives a first token each.
+            joined, size = len(live), 0
+            while waiting and len(live) < rows and size < PREFILL_TOKENS:
+                live.append(waiting.popleft())
+                size += len(live[-1].prompt)
+            if joined < len(live):
+                prompts = [one.prompt for one in live[joined:]]
+                plan = make_plan(joined, [0] * len(prompts), [*map(len, prompts)], device)
+                ids = torch.tensor([token for prompt in prompts for token in prompt], device=device)
+                last = torch.tensor([*map(len, prompts)], device=device).cumsum(0) - 1
+                p = run(ids, plan, last)  # [R, V]
+                first = p if temperature == 0 else draw(p, uniforms(1)[joined:, 0])
+                for one, token in zip(live[joined:], first.tolist()):
+                    one.commit([], token, "first", stops)
+            else:
+                # 2. Draft a block for every live request.
+                anchors = torch.tensor([one.tokens[-1] for one in live], device=device)  # [R]
+                starts = [len(one.prompt) + len(one.tokens) - 1 for one in live]
+                u = uniforms(2 * g + 1)
+                drafts, confidence, q = anchors.new_zeros(len(live), 0), None, None
+                if draft:
+                    views = [context.view(layer, 0, len(live), max(starts)) for layer in context.layers]
+                    drafts, q, logits = draft.propose(
+                        anchors, torch.tensor(starts, device=device), views, g, u[:, g + 1 :],
+                        filters, markov_top_k, greedy_draft)
+                    confidence = None if logits is None else logits.float().sigmoid()
+                # 3. Schedule: what to verify is decided, and cut, before the target runs.
+                lengths = choose_lengths(schedule, confidence, g, len(live), steps_per_second)
+                # 4. Verify: one packed row of exactly R + sum(l_r) tokens.
+                plan = make_plan(0, starts, [1 + length for length in lengths], device)
+                kept, wide = torch.tensor(lengths, device=device), max(lengths)
+                sent = torch.cat([anchors[:, None], drafts[:, :wide]], 1)[plan.real]  # [T]
+                p = run(sent, plan)[plan.grid]  # [R, wide + 1, V]
+                # 5. Accept and commit: the round's one copy to the host.
+                q = p if q is None else q[:, :wide]  # unused without drafts or when greedy
+                accepted, token = accept(drafts[:, :wide], kept, q, p, u[:, : wide + 1])
+                table = torch.cat([accepted[:, None], token[:, None], drafts], 1).tolist()
+                for one, length, (count, new, *proposed) in zip(live, lengths, table):
+                    one.lengths.append(length)
+                    one.accepts.append(count)
+                    one.drafted += g
+                    origin = "bonus" if count == length else "correction"
+                    one.commit(proposed[:count], new, origin, stops)
+                if on_round:
+                    on_round(Round([*live], anchors.tolist(), drafts.tolist(), lengths,
+                                   None if confidence is None else confidence.tolist(),
+                                   accepted.tolist(), token.tolist()))
+            # 6. Leave: the last live request moves into the row of one that is done.
+            for row in reversed(range(len(live))):
+                if live[row].done:
+                    if on_done:
+                        on_done(live[row])
+                    cache.move(len(live) - 1, row)
+                    context.move(len(live) - 1, row)
+                    live[row] = live[-1]
+                    live.pop()
+    return requests
+
+class Stopwatch:
+    """Seconds spent in a `with` block: all, target (its forwards), prefill (those of prompts)."""
+    def __init__(self, target):
+        self.target, self.seconds = target, dict(all=0.0, target=0.0, prefill=0.0)
+
+    def now(self):
+        if self.target.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def __enter__(self):
+        def before(module, args, kwargs):
+            self.began = self.now()
+        def after(module, args, kwargs, output):
+            kind = "prefill" if torch.is_tensor(kwargs.get("logits_to_keep")) else "target"
+            self.seconds[kind] += self.now() - self.began
+        self.hooks = [self.target.register_forward_pre_hook(before, with_kwargs=True),
+                      self.target.register_forward_hook(after, with_kwargs=True)]
+        self.start = self.now()
+        return self.seconds
+
+    def __exit__(self, *exception):
+        self.seconds["all"] = self.now() - self.start
+        for hook in self.hooks:
+            hook.remove()
+
+# ------------------------------------------------------------------- try it: python dspark.py
+
+def main():
+    """Figure 1 in text: a tiny random target and draft, one round after another."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    target = Qwen3ForCausalLM(Qwen3Config(
+        vocab_size=96, hidden_size=64, intermediate_size=128, num_hidden_layers=6, head_dim=16,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512))
+    draft = DSparkDraft.from_target(target, num_hidden_layers=1, block_size=5, markov_rank=8)
+
+    def show(round):
+        cells = []
+        for k, (token, trust) in enumerate(zip(round.drafts[0], round.confidence[0])):
+            kept = "accepted" if k < round.accepted[0] else "rejected"
+            cells.append(f"{token:2d} ({trust:.2f}) {kept if k < round.lengths[0] else 'dropped '}")
+        print(f"anchor {round.anchors[0]:2d} | {' | '.join(cells)} | next {round.next_tokens[0]:2d}")
+
+    print("Each round: the anchor, then drafts as token (confidence), kept or dropped by the schedule")
+    prompt = torch.randint(0, 95, (1, 8))
+    fast = generate(target, draft, prompt, 24, schedule=0.47, on_round=show)[0]
+    plain = generate(target, None, prompt, 24)[0]
+    print(f"{len(fast.tokens)} tokens in {fast.rounds} rounds, accepted length "
+          f"{fast.accepted_length:.2f} (a trained draft makes it long)")
+    print(f"same text as plain decoding: {fast.tokens == plain.tokens}")
+
+if __name__ == "__main__":
+    main()
