@@ -62,7 +62,7 @@ def parse_arguments(argv):
     add("--json", type=Path, help="file to write tokens, counters and times to (none)")
     args = parser.parse_args(argv)
     if args.prompt and args.prompts or min(args.max_new_tokens, args.max_concurrency) < 1:
-        refuse("--max-new-tokens and --max-concurrency start at 1; --prompt and --prompts exclude each other")
+        refuse("--max-new-tokens and --max-concurrency start at 1; --prompt excludes --prompts")
     if args.json and (args.json.is_dir() or not args.json.absolute().parent.is_dir()):
         refuse(f"--json {args.json}: name a file in a folder that exists")
     return args

@@ -1,27 +1,28 @@
 """Train a DSpark draft: conversations in, checkpoint out (arXiv 2607.05147, sec. 3.3).
 
     conversations -> the target's chat template -> the target's OWN answers (its words are what the
-    draft must guess) -> hidden states of the frozen target, computed online -> random anchors ->
-    the loss of eq. 9-12 -> decoding of held-out prompts for real -> checkpoint
+    draft must guess) -> hidden states of the frozen target, computed online -> random anchors -> the
+    loss of eq. 9-12 -> held-out prompts, decoded for real -> checkpoint
 
-    python train.py --tiny                      no download: synthetic dialogues, about three minutes
-    python train.py                             Qwen3-0.6B on ShareGPT
-    python train.py --verifier-name-or-path FOLDER --data FILE.json   anything local
-
+    python train.py --tiny      no download: synthetic dialogues, done in about three minutes
+    python train.py             Qwen3-0.6B on ShareGPT
 Shapes are named as in dspark.py.
 """
 import argparse
 import collections
+import functools
 import hashlib
 import json
 import math
 import os
 import pathlib
 import random
+import re
 import shutil
 import sys
 import time
 
+import tokenizers
 import torch
 import torch.nn.functional as F
 import transformers
@@ -31,61 +32,58 @@ from tqdm import tqdm
 import dspark
 from dspark import DSparkDraft, Stopwatch, generate, require, total
 
-# ----------------------------------------------------------------------------- the objective (3.3)
+# ------------------------------------------------------------------- the objective (sec. 3.3)
 
 def sample_anchors(loss_mask, document_ids, count, generators):
-    """Random anchors per row, sorted. A valid anchor and the token after it are both supervised:
-    when decoding, the last prompt token is never an anchor and a draft never starts a new document.
+    """Random anchors, sorted. An anchor and the token after it are both supervised: when decoding,
+    the last prompt token is never an anchor and no draft starts a new document.
 
-    loss_mask, document_ids [B, S]; one generator per row -> anchors, valid [B, N], N <= count
+    loss_mask, document_ids [B, S]; a generator per row -> anchors, valid [B, N], N <= count
     """
-    follows = (document_ids[:, :-1] == document_ids[:, 1:]) & (document_ids[:, 1:] >= 0)
-    usable = loss_mask[:, :-1].bool() & loss_mask[:, 1:].bool() & follows
-    rows = [row.nonzero()[:, 0] for row in usable.cpu()]
-    rows = [row[torch.randperm(len(row), generator=g)[:count]].sort().values
-            for row, g in zip(rows, generators)]
-    width = max(1, *map(len, rows))
-    anchors = torch.stack([F.pad(row, (0, width - len(row))) for row in rows])  # [B, N]
-    valid = torch.arange(width) < torch.tensor([len(row) for row in rows])[:, None]
-    return anchors.to(loss_mask.device), valid.to(loss_mask.device)
+    same = (document_ids[:, :-1] == document_ids[:, 1:]) & (document_ids[:, 1:] >= 0)
+    usable = (loss_mask[:, :-1].bool() & loss_mask[:, 1:].bool() & same).cpu()
+    rows = [row.nonzero()[:, 0] for row in usable]
+    rows = [row[torch.randperm(len(row), generator=generator)[:count]].sort().values
+            for row, generator in zip(rows, generators)]
+    pad = functools.partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
+    valid = pad([torch.ones_like(row) for row in rows]).bool()
+    return pad(rows).to(loss_mask.device), valid.to(loss_mask.device)
 
 def slot_labels(config, input_ids, loss_mask, anchors, anchor_valid, document_ids=None):
-    """Which token each slot predicts, and whether it is supervised: the token must be an assistant
-    token of the anchor's document, and so must those of all earlier predicting slots.
+    """Which token each slot predicts, and whether it is supervised: that token must be an assistant
+    token of the anchor's document, and so must those of all predicting slots before it.
 
-    Assistant span 8..39, block 4, anchor 37, sampling from the anchor: slots predict tokens 38, 39,
-    40, 41 -> supervised [1, 1, 0, 0].   -> index [B, N, K], supervised bool [B, N, K]
+    Assistant span 8..39, block 4, anchor 37, sampling from the anchor: the slots predict 38, 39, 40,
+    41 -> supervised [1, 1, 0, 0].   -> index [B, N, K], supervised bool [B, N, K]
     """
-    length, slot = input_ids.shape[1], torch.arange(config.block_size, device=anchors.device)
+    slot, last = torch.arange(config.block_size, device=anchors.device), input_ids.shape[1] - 1
     index = anchors[..., None] + slot + 1 - config.first_slot  # [B, N, K]
-    inside, index = index < length, index.clamp(max=length - 1)
-    supervised = loss_mask.gather(1, index.flatten(1)).view(index.shape).bool() & inside
+    row = torch.arange(len(anchors), device=anchors.device)[:, None, None]
+    inside, index = index <= last, index.clamp(max=last)
+    fine = loss_mask[row, index].bool() & inside & anchor_valid[..., None]
     if document_ids is not None:
-        there = document_ids.gather(1, index.flatten(1)).view(index.shape)
-        supervised &= there == document_ids.gather(1, anchors)[..., None]
+        fine &= document_ids[row, index] == document_ids[row, anchors[..., None]]
     predicts = slot >= config.first_slot
-    prefix = (supervised | ~predicts).long().cumprod(-1).bool()
-    return index, prefix & predicts & anchor_valid[..., None]
+    return index, (fine | ~predicts).long().cumprod(-1).bool() & predicts
 
 def slot_terms(logits, target_logits, labels, draft_ids, names=("ce", "tv", "kl_div")):
-    """The terms of one slot each, in float32 (bf16 softmaxes cost up to 31 % gradient error).
+    """The loss terms slot by slot, in float32: bf16 softmaxes cost up to 31 % gradient error.
 
-    logits [M, K, D], target_logits [M, K, V], labels [M, K] target ids, draft_ids [D] -> {name:
-    [M, K]}: ce (eq. 9; 0 where the true token has no draft id), tv = 1 - sum min(p_d, p_t), half the
-    L1 distance that eq. 10 weighs, kl_div, and accept = c* (eq. 8), which takes p_t over all of V.
+    logits [M, K, D], target_logits [M, K, V], labels [M, K] target ids -> {name: [M, K]}: ce (eq. 9,
+    0 where the true token has no draft id), tv = 1 - sum min(p_d, p_t), which is half the L1 distance
+    that eq. 10 weighs, kl_div, and accept = c* (eq. 8), which takes p_t over all of V.
     """
     log_d, scores = logits.float().log_softmax(-1), target_logits.float()
-    p_d, terms = log_d.exp(), {}
-    log_t = scores - scores.logsumexp(-1, keepdim=True)  # over all of V
+    p_d, log_t = log_d.exp(), scores.log_softmax(-1)
     if len(draft_ids) < scores.shape[-1]:
         log_t = log_t[..., draft_ids]  # [M, K, D]
-    terms["accept"] = torch.minimum(p_d, log_t.exp()).sum(-1)
+    terms = {"accept": torch.minimum(p_d.detach(), log_t.exp()).sum(-1)}
+    log_t = log_t - log_t.logsumexp(-1, keepdim=True)  # renormalised over the draft vocabulary
+    column = torch.searchsorted(draft_ids, labels).clamp(max=len(draft_ids) - 1)
     if "ce" in names:
-        column = torch.searchsorted(draft_ids, labels).clamp(max=len(draft_ids) - 1)
         has_id = draft_ids[column] == labels
         terms["ce"] = -log_d.gather(-1, column[..., None])[..., 0] * has_id
-    if "tv" in names or "kl_div" in names:
-        log_t = log_t.log_softmax(-1)  # renormalised over the draft vocabulary
+    if "tv" in names:
         terms["tv"] = 1 - torch.minimum(p_d, log_t.exp()).sum(-1)
     if "kl_div" in names:
         terms["kl_div"] = (log_t.exp() * (log_t - log_d)).sum(-1)
@@ -102,26 +100,42 @@ class DeliverGradients(torch.autograd.Function):
     def backward(ctx, scale):
         return None, None, *(x if x is None else x * scale for x in ctx.gradients)
 
-def block_loss(draft, hidden, blocks, loss_fn, confidence_alpha, norms):
-    """Share of M blocks in the loss (eq. 9-12) and their metric sums. hidden [M, K, d]"""
-    prev, labels, teacher, weight, supervised, has_id = blocks
+def block_loss(draft, hidden, blocks, weights, norms):
+    """The share of M blocks in the loss (eq. 12), and their sums. hidden [M, K, d]"""
+    prev, labels, teacher, weight, supervised = blocks
     logits, confidence = draft.heads(hidden, prev)
     with torch.autocast(hidden.device.type, enabled=False):
-        head = draft.target_head
-        target_logits = F.linear(teacher.flatten(0, 1).to(head.dtype), head)
-        target_logits = target_logits.unflatten(0, teacher.shape[:2])  # [M, K, V]
-        terms = slot_terms(logits, target_logits, labels, draft.draft_ids, tuple(loss_fn))
-        rate = terms.pop("accept").detach()  # c*, eq. 8
+        flat = teacher.flatten(0, 1).to(draft.target_head.dtype)
+        target_logits = F.linear(flat, draft.target_head).unflatten(0, labels.shape)  # [M, K, V]
+        terms = slot_terms(logits, target_logits, labels, draft.draft_ids, tuple(weights))
+        rate = terms.pop("accept")  # c*, eq. 8
         if confidence is not None:
-            terms["confidence"] = F.binary_cross_entropy_with_logits(
-                confidence.float(), rate.clamp(0, 1), reduction="none")  # eq. 11
-        sums = {name: (weight * term).sum() for name, term in terms.items()}
-    scale = dict(loss_fn, confidence=confidence_alpha)
-    loss = sum(scale.get(name, 0.0) * value / norms.get(name, norms["all"])
-               for name, value in sums.items())  # eq. 12
+            terms["confidence"] = F.binary_cross_entropy_with_logits(  # eq. 11
+                confidence.float(), rate.clamp(0, 1), reduction="none")
+        sums = {name: (weight * term).sum() / norms.get(name, norms["all"])
+                for name, term in terms.items()}
+    loss = sum(weights[name] * value for name, value in sums.items())
     sums = {name: value.detach() for name, value in sums.items()}
-    survive = (rate * supervised).cumprod(1) * supervised
-    return loss, dict(sums, rate=(rate * supervised).sum(0), tau=survive.sum())
+    survival = (rate * supervised).cumprod(1) * supervised
+    return loss, dict(sums, rate=(rate * supervised).sum(0), tau=survival.sum())
+
+def chunked_loss(draft, hidden, blocks, weights, norms, chunk):
+    """Forward and backward one chunk of blocks at a time, on detached states; a single backward
+    then runs through the backbone. Nothing is recomputed, one chunk of [K, V] tensors exists."""
+    heads = [head for head in (draft.markov_head, draft.confidence_head) if head is not None]
+    params = [p for head in heads for p in head.parameters()]
+    loss, totals, hidden_grads, grads = 0.0, collections.Counter(), [], [0.0] * len(params)
+    for start in range(0, len(hidden), chunk):
+        part = slice(start, start + chunk)
+        states = hidden[part].detach().requires_grad_()
+        share, sums = block_loss(draft, states, [x[part] for x in blocks], weights, norms)
+        first, *rest = torch.autograd.grad(
+            share, [states, *params], allow_unused=True, materialize_grads=True)
+        hidden_grads.append(first)
+        grads = [a + b for a, b in zip(grads, rest)]
+        loss = loss + share.detach()
+        totals.update(sums)
+    return DeliverGradients.apply(loss, [torch.cat(hidden_grads), *grads], hidden, *params), totals
 
 def dspark_loss(draft, features, target_hidden, input_ids, loss_mask, anchors, anchor_valid,
                 document_ids=None, position_ids=None, loss_fn=None, decay=4.0, confidence_alpha=1.0,
@@ -133,310 +147,189 @@ def dspark_loss(draft, features, target_hidden, input_ids, loss_mask, anchors, a
     confidence, accept@k, tau, ...}. Slot i weighs exp(-i / decay), as in both public codes.
     chunk_blocks: how many blocks' [K, V] tensors exist at a time; the result is the same.
     """
-    loss_fn, config = loss_fn or {"ce": 0.1, "tv": 0.9}, draft.config
-    unknown = set(loss_fn) - {"ce", "tv", "kl_div"}
-    require(not unknown, f"loss_fn knows ce, tv and kl_div, got {sorted(unknown)}")
+    weights, config = dict(loss_fn or {"ce": 0.1, "tv": 0.9}), draft.config
+    require(set(weights) <= {"ce", "tv", "kl_div"}, f"loss_fn knows ce, tv, kl_div, got {weights}")
+    weights["confidence"] = confidence_alpha
     hidden = draft.backbone(features, input_ids, anchors, document_ids, position_ids)
     index, supervised = slot_labels(
         config, input_ids, loss_mask, anchors, anchor_valid, document_ids)
     keep = supervised.any(-1)  # [B, N]: dummies and empty blocks never reach the heads
     row = torch.arange(len(input_ids), device=index.device)[:, None, None]
-    labels, teacher = input_ids[row, index][keep], target_hidden[row, index - 1][keep]
+    labels, teacher = input_ids[row, index][keep], target_hidden[row, index - 1][keep]  # [M, K, ..]
     prev = draft.previous_tokens(input_ids, anchors)[keep]
-    supervised, hidden = supervised[keep], hidden[keep]  # [M, K], [M, K, d]
+    supervised, hidden = supervised[keep], hidden[keep]
     slot = torch.arange(config.block_size, device=index.device) - config.first_slot
     weight = supervised * torch.exp(-slot.clamp(min=0) / decay)
-    has_id = torch.isin(labels, draft.draft_ids)
+    has_id = torch.isin(labels, draft.draft_ids)  # where not, the slot leaves the CE alone
     norms = {"all": weight.sum().clamp(min=1e-8), "ce": (weight * has_id).sum().clamp(min=1e-8)}
-    blocks = (prev, labels, teacher, weight, supervised, has_id)
-    if chunk_blocks is None or not torch.is_grad_enabled():
-        loss, sums = block_loss(draft, hidden, blocks, loss_fn, confidence_alpha, norms)
+    blocks = (prev, labels, teacher, weight, supervised)
+    if chunk_blocks and torch.is_grad_enabled() and len(hidden):
+        loss, sums = chunked_loss(draft, hidden, blocks, weights, norms, chunk_blocks)
     else:
-        loss, sums = chunked_loss(
-            draft, hidden, blocks, loss_fn, confidence_alpha, norms, chunk_blocks)
-    counts = supervised.sum(0)
-    metrics = {name: sums[name] / norms.get(name, norms["all"])
-               for name in sums if name not in ("rate", "tau")}
-    metrics["tau"] = 1 + sums["tau"] / max(1, len(supervised))
-    for k in range(config.first_slot, config.block_size):
-        metrics[f"accept@{k + 1 - config.first_slot}"] = sums["rate"][k] / counts[k].clamp(min=1)
-    metrics.update(slots=counts.sum(), without_draft_id=(supervised & ~has_id).sum())
-    return loss, metrics
+        loss, sums = block_loss(draft, hidden, blocks, weights, norms)
+    sums, counts = dict(sums), supervised.sum(0)
+    rates, tau = sums.pop("rate") / counts.clamp(min=1), sums.pop("tau")
+    metrics = {f"accept@{k + 1}": rate for k, rate in enumerate(rates[config.first_slot :])}
+    return loss, dict(metrics, **sums, tau=1 + tau / max(1, len(hidden)), slots=counts.sum(),
+                      without_draft_id=(supervised & ~has_id).sum())
 
-def chunked_loss(draft, hidden, blocks, loss_fn, confidence_alpha, norms, chunk_blocks):
-    """The loss forward and backward, chunk by chunk, on detached states; one backward then runs
-    through the backbone. No recomputation, and never more than one chunk of [K, V] tensors."""
-    params = [p for head in (draft.markov_head, draft.confidence_head) if head is not None
-              for p in head.parameters() if p.requires_grad]
-    totals, loss, hidden_grads, grads = {}, 0.0, [], [None] * len(params)
-    for start in range(0, len(hidden), chunk_blocks):
-        part = slice(start, start + chunk_blocks)
-        states = hidden[part].detach().requires_grad_()
-        share, sums = block_loss(draft, states, [x[part] for x in blocks], loss_fn,
-                                 confidence_alpha, norms)
-        first, *rest = torch.autograd.grad(share, [states, *params], allow_unused=True)
-        hidden_grads.append(first)
-        grads = [b if a is None else a if b is None else a + b for a, b in zip(grads, rest)]
-        loss = loss + share.detach()
-        totals = {name: totals.get(name, 0) + value for name, value in sums.items()}
-    inputs = [torch.cat(hidden_grads), *grads]
-    return DeliverGradients.apply(loss, inputs, hidden, *params), totals
+# ------------------------------------------------------------------ conversations and answers
 
-# ---------------------------------------------------------------------------------- conversations
-
-ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant",
-         "chatgpt": "assistant", "bing": "assistant", "bard": "assistant", "model": "assistant",
-         "system": "system", "tool": "tool", "observation": "tool", "function": "tool"}
-HUB_SETS = {"sharegpt": "Aeala/ShareGPT_Vicuna_unfiltered"}
-NO_HUB = ("cannot get {0!r} from the model hub. Without one, try `python train.py --tiny` (no download), "
-          "or give local folders: --verifier-name-or-path FOLDER --data FILE.json")
+ROLES = {"human": "user", "user": "user", "system": "system", "tool": "tool", "observation": "tool",
+         "function": "tool", **dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "bard", "model"),
+                                             "assistant")}
+SHAREGPT = "Aeala/ShareGPT_Vicuna_unfiltered"
+NO_HUB = ("{} cannot be had from the model hub. Without one, try `python train.py --tiny` (no download) "
+          "or give local files: --verifier-name-or-path FOLDER --data FILE.json")
 
 def read_rows(source):
     """Rows of a JSON or JSON Lines file, or of a hub data set."""
-    path = pathlib.Path(source)
-    if path.suffix not in (".json", ".jsonl"):
-        import datasets  # slow to import, and only hub data sets need it
-
+    if not source.endswith((".json", ".jsonl")):
+        import datasets  # slow to import; only hub data sets need it
         try:
-            return datasets.load_dataset(HUB_SETS.get(source, source), split="train")
-        except (OSError, ValueError, RuntimeError) as error:
-            raise ValueError(NO_HUB.format(HUB_SETS.get(source, source))) from error
-    require(path.is_file(), f"--data {source}: no such file")
-    text = path.read_text(encoding="utf-8-sig")
-    if text.lstrip().startswith("["):
-        return json.loads(text)
-    return [json.loads(line) for line in text.splitlines() if line.strip()]
+            return list(datasets.load_dataset(SHAREGPT if source == "sharegpt" else source)["train"])
+        except (OSError, RuntimeError, ValueError) as error:
+            raise ValueError(NO_HUB.format(f"data set {source}")) from error
+    require(os.path.isfile(source), f"--data {source}: no such file")
+    text = pathlib.Path(source).read_text(encoding="utf-8-sig")
+    lines = text.splitlines() if not text.lstrip().startswith("[") else None
+    return json.loads(text) if lines is None else [json.loads(x) for x in lines if x.strip()]
 
 def conversation(row):
-    """A row in ShareGPT's, OpenAI's or the prompt spelling -> [{role, content}], or why it is skipped."""
-    if not isinstance(row, dict):
-        return None, "row is not an object"
+    """A row in ShareGPT's, OpenAI's or the prompt spelling -> [{role, content}]; ValueError: why not"""
+    require(isinstance(row, dict), "row is not an object")
+    turns = row.get("conversations") or row.get("messages")
     if "turns" in row or "prompt" in row:
-        texts = row.get("turns") or [row["prompt"]]
-        turns = [{"from": "user", "value": text} for text in texts[:1]]
-    else:
-        turns = row.get("conversations") or row.get("messages")
-    if not isinstance(turns, list) or not turns:
-        return None, "no conversation"
-    if isinstance(row.get("system"), str) and row["system"].strip():
-        turns = [{"from": "system", "value": row["system"]}, *turns]
+        turns = [{"role": "user", "content": (row.get("turns") or [row.get("prompt")])[0]}]
+    require(isinstance(turns, list) and turns, "no conversation")
+    if row.get("system"):
+        turns = [{"role": "system", "content": row["system"]}, *turns]
     found = []
     for turn in turns:
-        if not isinstance(turn, dict):
-            return None, "entry is not a turn"
+        require(isinstance(turn, dict), "entry is not a turn")
         role, text = turn.get("from", turn.get("role")), turn.get("value", turn.get("content"))
-        if not isinstance(text, str):
-            return None, "text is missing or not a string"
-        if role not in ROLES:
-            return None, f"unknown role {role!r}"
-        found.append({"role": ROLES[role], "content": text})
-    while found and found[0]["role"] == "assistant":
-        found.pop(0)  # ShareGPT is cut anywhere; nothing can be asked of an answer without a question
-    if not any(turn["role"] == "user" for turn in found):
-        return None, "no user turn"
-    return found, None
+        require(isinstance(text, str), "text is missing or not a string")
+        require(role in ROLES, f"unknown role {role!r}")
+        if found or ROLES[role] != "assistant":  # ShareGPT is cut anywhere: no answer without question
+            found.append({"role": ROLES[role], "content": text})
+    require(any(turn["role"] == "user" for turn in found), "no user turn")
+    return found
 
 def render(tokenizer, turns, thinking):
-    """Token ids of the target's chat template up to where its answer begins; None if refused."""
-    if tokenizer.chat_template is None:
-        text = "\n".join(turn["content"] for turn in turns)
-        return tokenizer(text).input_ids
+    """Token ids of the target's chat template, up to where the next answer begins."""
     try:
-        return tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=True,
-                                             return_dict=False, enable_thinking=thinking)
-    except Exception as error:  # a template may raise anything; each refusal is counted, none is lost
-        if type(error).__name__ not in ("TemplateError", "UndefinedError", "TypeError", "ValueError"):
-            raise
-        return None
+        return tokenizer.apply_chat_template(
+            turns, add_generation_prompt=True, tokenize=True, return_dict=False,
+            enable_thinking=thinking)
+    except Exception as error:  # a template raises what it likes; the row is counted, not lost
+        raise ValueError("the chat template refuses it") from error
 
 def stop_ids(target, tokenizer):
-    """All ids that end a turn: the generation config's and the tokenizer's."""
+    """Every id that ends a turn: the generation config's and the tokenizer's."""
     ids = target.generation_config.eos_token_id
-    ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
-    return sorted({*ids, *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])})
+    ids = ids if isinstance(ids, list) else [ids]
+    return sorted({x for x in (*ids, tokenizer.eos_token_id) if x is not None})
 
-def dataset_documents(rows, tokenizer, args, skipped):
-    """One document per assistant turn of the file, as (prompt ids, answer ids)."""
-    for row in rows:
-        turns, reason = conversation(row)
-        if turns is None:
-            skipped[reason] += 1
-            continue
-        for i, turn in enumerate(turns):
+def written_pairs(talks, tokenizer, args, skipped):
+    """(prompt ids, answer ids) for every assistant turn of the data."""
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    for talk in talks:
+        for i, turn in enumerate(talk):
             if turn["role"] != "assistant":
                 continue
-            prompt = render(tokenizer, turns[:i], args.enable_thinking)
-            if prompt is None or not turn["content"].strip():
-                skipped["template refused" if prompt is None else "empty answer"] += 1
+            try:
+                require(turn["content"].strip(), "empty answer")
+                prompt = render(tokenizer, talk[:i], args.enable_thinking)
+            except ValueError as error:
+                skipped[str(error)] += 1
                 continue
-            answer = tokenizer(turn["content"], add_special_tokens=False).input_ids
-            yield prompt, [*answer, tokenizer.eos_token_id]
+            yield prompt, tokenizer(turn["content"], add_special_tokens=False).input_ids + end
 
-def target_documents(rows, target, tokenizer, args, skipped):
-    """One document per user turn; the target answers, turn after turn, in its own words."""
-    talks = []
-    for row in rows:
-        turns, reason = conversation(row)
-        if turns is None:
-            skipped[reason] += 1
-        else:
-            asked = [turn for turn in turns if turn["role"] in ("user", "system")]
-            talks.append((asked, []))  # questions still to ask, what was said so far
-    documents, store = [], AnswerStore(target, tokenizer, args)
+def target_pairs(talks, target, tokenizer, args, skipped):
+    """The same, but the target answers every user turn itself, in the light of its own answers."""
+    stops, cuts = stop_ids(target, tokenizer), 0
+    talks = [([turn for turn in talk if turn["role"] != "assistant"], []) for talk in talks]
     while talks:
-        prompts = []
-        for asked, said in talks:
-            said.append(asked.pop(0))
-            while asked and said[-1]["role"] == "system":
-                said.append(asked.pop(0))
-            prompts.append(render(tokenizer, said, args.enable_thinking))
-        fits = [p is not None and len(p) + 2 <= args.total_seq_len for p in prompts]
-        skipped["template refused or prompt too long"] += len(fits) - sum(fits)
-        talks = [talk for talk, fit in zip(talks, fits) if fit]
-        prompts = [prompt for prompt, fit in zip(prompts, fits) if fit]
-        answers = store.answer(prompts)
-        documents += zip(prompts, answers)
-        for (_, said), answer in zip(talks, answers):
+        asked, prompts = [], []
+        for left, said in talks:
+            users = [i for i, turn in enumerate(left) if turn["role"] == "user"]
+            said += left[: users[0] + 1]
+            left = left[users[0] + 1 :]
+            try:
+                prompts.append(render(tokenizer, said, args.enable_thinking))
+                require(len(prompts[-1]) + 2 <= args.total_seq_len, "prompt fills the sequence")
+                asked.append((left, said))
+            except ValueError as error:
+                del prompts[len(asked) :]
+                skipped[str(error)] += 1
+        answers = write_answers(target, prompts, stops, args)
+        yield from zip(prompts, answers)
+        cuts += sum(answer[-1] not in stops for answer in answers)
+        for (_, said), answer in zip(asked, answers):
             text = tokenizer.decode(answer, skip_special_tokens=True)
             said.append({"role": "assistant", "content": text})
-        talks = [talk for talk in talks if talk[0]]
-    cut = sum(answer[-1] not in store.stops for _, answer in documents)
-    print(f"answers: {len(documents)} written by the target, {cut} of them cut at "
-          f"{args.answer_max_new_tokens} tokens (no end of turn is taught there)")
-    return documents
+        talks = [(left, said) for left, said in asked if any(x["role"] == "user" for x in left)]
+    print(f"{cuts} answers were cut at {args.answer_max_new_tokens} tokens: no end of turn is taught there")
 
-class AnswerStore:
-    """The target's answers, kept on disk under a hash of all that decides them, one line each: a run
-    that was killed goes on where it stopped."""
-    def __init__(self, target, tokenizer, args):
-        self.target, self.args, self.stops = target, args, stop_ids(target, tokenizer)
-        config = target.generation_config
-        self.sampling = dict(temperature=1.0, top_k=0, top_p=1.0)
-        if getattr(config, "do_sample", False):
-            self.sampling.update(temperature=config.temperature or 1.0, top_k=config.top_k or 0,
-                                 top_p=config.top_p or 1.0)
-        if args.answer_temperature is not None:
-            self.sampling["temperature"] = args.answer_temperature
-        name = str(target.config._name_or_path or "")
-        shape = [name, target.config.num_hidden_layers, target.config.hidden_size]
-        self.salt = json.dumps([shape, self.sampling, args.answer_max_new_tokens, args.seed])
-        self.path = pathlib.Path(args.answer_file or pathlib.Path(args.save_path) / "answers.jsonl")
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.known = {}
-        for line in self.path.read_text().splitlines() if self.path.exists() else ():
-            if line.endswith("]}"):  # the last line may be half written
-                self.known.update(json.loads(line))
+def sampling_of(target, args):
+    """How the target's answers are drawn: by its generation_config, else at temperature 1."""
+    config, known = target.generation_config, dict(temperature=1.0, top_k=0, top_p=1.0)
+    if config.do_sample:
+        known = {name: getattr(config, name) or value for name, value in known.items()}
+    if args.answer_temperature is not None:
+        known["temperature"] = args.answer_temperature
+    return known
 
-    def key(self, prompt, copy):
-        return hashlib.sha256(f"{self.salt}{prompt}{copy}".encode()).hexdigest()[:24]
+def write_answers(target, prompts, stops, args):
+    """The target's answers in packed batches. Each is kept on disk under a hash of all that decides
+    it, as soon as it is complete: a run that was killed goes on where it stopped."""
+    path, sampling = pathlib.Path(args.answer_file or args.save_path + "/answers.jsonl"), sampling_of(target, args)
+    salt = (target.config._name_or_path, sampling, args.answer_max_new_tokens, args.seed)
+    keys = [hashlib.sha256(repr((salt, prompt)).encode()).hexdigest()[:24] for prompt in prompts]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    known = {}
+    for line in path.read_text().splitlines() if path.exists() else ():
+        if line.endswith("]}"):  # the last line may be half written
+            known.update(json.loads(line))
+    todo = {key: prompt for key, prompt in zip(keys, prompts) if key not in known}
+    todo = sorted(todo.items(), key=lambda item: len(item[1]))  # alike lengths, so less padding
+    with path.open("a") as file, tqdm(total=len(todo), desc="answers", disable=not todo) as bar:
+        for start in range(0, len(todo), 512):
+            group = todo[start : start + 512]
+            slots = len(group[-1][1]) + args.answer_max_new_tokens
 
-    def answer(self, prompts):
-        """Answers in the order of the prompts; the new ones in packed batches, short ones first."""
-        seen, keys = collections.Counter(), []
-        for prompt in prompts:  # the same prompt twice gets two answers
-            keys.append(self.key(prompt, seen[tuple(prompt)]))
-            seen[tuple(prompt)] += 1
-        todo = {key: prompt for key, prompt in zip(keys, prompts) if key not in self.known}
-        todo = sorted(todo.items(), key=lambda item: (len(item[1]), item[0]))
-        bar = tqdm(total=len(todo), desc="target's answers", unit="answer", disable=not todo)
-        with self.path.open("a") as file, bar:
-            for start in range(0, len(todo), 512):
-                self.write(todo[start : start + 512], file, bar)
-        return [self.known[key] for key in keys]
+            def keep(one):
+                known[group[one.index][0]] = one.tokens
+                file.write(json.dumps({group[one.index][0]: one.tokens}) + "\n")
+                file.flush()
+                bar.update()
 
-    def write(self, group, file, bar):
-        budget = self.args.answer_max_new_tokens
-        slots = len(group[-1][1]) + budget
-        rows = max(1, min(self.args.answer_batch, self.args.answer_batch * 1024 // slots))
-        generator = torch.Generator().manual_seed(int(group[0][0][:12], 16))
+            rows = max(1, min(args.answer_batch, 65536 // slots))
+            generate(target, None, [prompt for _, prompt in group], args.answer_max_new_tokens,
+                     **sampling, stop_token_ids=stops, max_concurrency=rows, on_done=keep,
+                     generator=seeded(args.seed, group[0][0]))
+    return [known[key] for key in keys]
 
-        def keep(one):
-            self.known[group[one.index][0]] = one.tokens
-            file.write(json.dumps({group[one.index][0]: one.tokens}) + "\n")
-            file.flush()
-            bar.update()
-
-        generate(self.target, None, [prompt for _, prompt in group], budget, **self.sampling,
-                 stop_token_ids=self.stops, max_concurrency=rows, generator=generator, on_done=keep)
-
-# --------------------------------------------------------------- rows, features of the target
-
-def documents_of(pairs, args, skipped):
-    """(prompt ids, answer ids) -> documents {ids, start}; truncated at total_seq_len."""
-    documents = []
+def documents_of(rows, target, tokenizer, args):
+    """ONE document per assistant turn, rendered as serving would render it: prompt, answer, end of
+    turn -> [{ids, start (of the answer), number}]. What is skipped is counted and said."""
+    skipped, talks, documents = collections.Counter(), [], []
+    for row in rows:
+        try:
+            talks.append(conversation(row))
+        except ValueError as error:
+            skipped[str(error)] += 1
+    pairs = (target_pairs(talks, target, tokenizer, args, skipped) if args.responses == "target"
+             else written_pairs(talks, tokenizer, args, skipped))
     for prompt, answer in pairs:
         ids = [*prompt, *answer][: args.total_seq_len]
-        if len(ids) - len(prompt) < 2:  # an anchor and the token after it
-            skipped["fewer than two answer tokens inside the sequence length"] += 1
-        else:
-            documents.append({"ids": ids, "start": len(prompt), "number": len(documents)})
+        if len(ids) < len(prompt) + 2:  # an anchor and the token after it
+            skipped["fewer than two answer tokens within --total-seq-len"] += 1
+            continue
+        documents.append({"ids": ids, "start": len(prompt), "number": len(documents)})
+    print(f"documents: kept {len(documents)}, skipped {sum(skipped.values())}: {dict(skipped)}")
+    require(documents, "nothing to train on: no document has two supervised tokens")
     return documents
-
-def pack_rows(documents, length):
-    """Documents in the given order -> rows of at most `length` tokens; the first row with room."""
-    rows, room = [], []
-    for document in documents:
-        size = len(document["ids"])
-        fit = next((i for i, free in enumerate(room) if free >= size), None)
-        if fit is None:
-            rows.append([])
-            room.append(length)
-            fit = len(rows) - 1
-        rows[fit].append(document)
-        room[fit] -= size
-    return rows
-
-def collate(rows, device):
-    """Rows of documents -> input_ids, loss_mask, document_ids, position_ids [B, S]; -1 = padding."""
-    width = max(sum(len(document["ids"]) for document in row) for row in rows)
-    batch = torch.zeros(4, len(rows), width, dtype=torch.long)
-    batch[2] = -1
-    for b, row in enumerate(rows):
-        at = 0
-        for number, document in enumerate(row):
-            size = len(document["ids"])
-            part = batch[:, b, at : at + size]
-            part[0], part[2] = torch.tensor(document["ids"]), number
-            part[1, document["start"] :] = 1
-            part[3] = torch.arange(size)
-            at += size
-    return batch.to(device)
-
-class TargetStates:
-    """Hidden states of the frozen target: one packed forward for all documents of a batch. They are
-    kept in memory for the next epoch while they fit into feature_cache_gb."""
-    def __init__(self, target, layer_ids, gigabytes):
-        layers = target.config.num_hidden_layers
-        self.target, self.layer_ids, self.kept = target, [*layer_ids, layers - 1], {}
-        self.room = gigabytes * 1e9
-
-    @torch.no_grad()
-    def compute(self, documents):
-        """-> per document [S, (n + 1) d]: the tapped layers, then the last one after its norm"""
-        counts, device = [len(document["ids"]) for document in documents], self.target.device
-        plan = dspark.make_plan(0, [0] * len(counts), counts, device)
-        cache = dspark.RaggedCache(len(counts), max(counts))
-        ids = torch.tensor([x for document in documents for x in document["ids"]], device=device)
-        with dspark.packed(self.target):
-            _, states = dspark.run_target(self.target, cache, self.layer_ids, ids, plan, ids[:1] * 0)
-        return states.split(counts)
-
-    def __call__(self, rows, width):
-        """Rows of documents -> features [B, S, n d], target_hidden [B, S, d]"""
-        documents = [document for row in rows for document in row]
-        new = [document for document in documents if document["number"] not in self.kept]
-        states = dict(zip((x["number"] for x in new), self.compute(new))) if new else {}
-        out = []
-        for row in rows:
-            parts = [states.get(x["number"], self.kept.get(x["number"])) for x in row]
-            joined = torch.cat([part.to(self.target.device) for part in parts])
-            out.append(F.pad(joined, (0, 0, 0, width - len(joined))))
-        for number, state in states.items():
-            if self.room > state.nbytes:
-                self.room -= state.nbytes
-                self.kept[number] = state.clone()  # split() gives views of the whole batch
-        d = self.target.config.hidden_size
-        return torch.stack(out).split([(len(self.layer_ids) - 1) * d, d], -1)
 
 def draft_vocabulary(documents, size, stops, rows):
     """The most frequent supervised tokens (ties by smaller id), always the end-of-turn ids, filled
@@ -445,167 +338,188 @@ def draft_vocabulary(documents, size, stops, rows):
         return None
     counts = collections.Counter(x for doc in documents for x in doc["ids"][doc["start"] :])
     ranked = sorted(counts, key=lambda token: (-counts[token], token))
-    chosen = dict.fromkeys([*stops, *ranked, *range(rows)])  # ordered, without repeats
-    ids = sorted(list(chosen)[:size])
-    covered = sum(counts[token] for token in ids) / max(1, sum(counts.values()))
+    chosen = [*dict.fromkeys([*stops, *ranked, *range(rows)])][:size]
+    covered = sum(counts[token] for token in chosen) / counts.total()
     print(f"draft vocabulary: {size} of {rows} ids, {covered:.2%} of the supervised tokens")
-    return torch.tensor(ids)
+    return torch.tensor(sorted(chosen))
 
 # --------------------------------------------------------------------------------------- training
 
-def init_from_target(draft, target):
-    """Start from what the target knows: its last layers, its final norm, its last tapped state."""
-    base, count = target.base_model, len(draft.layers)
-    require(hasattr(base, "layers") and hasattr(base, "norm"), "--init-from-target needs a target "
-            f"with layers and norm, got {type(target).__name__}")
-    copied = 0
-    for layer, source in zip(draft.layers, base.layers[-count:]):
-        own, theirs = layer.state_dict(), source.state_dict()
-        same = [name for name in own if name in theirs and own[name].shape == theirs[name].shape]
-        layer.load_state_dict({name: theirs[name] for name in same}, strict=False)
-        copied += len(same)
-    with torch.no_grad():
-        draft.fc.weight.zero_()
-        draft.fc.weight[:, -len(draft.fc.weight) :].fill_diagonal_(1)
-        draft.hidden_norm.weight.copy_(base.layers[-count].input_layernorm.weight)
-        draft.norm.weight.copy_(base.norm.weight)
-    print(f"draft starts from the target's last {count} layers ({copied} tensors), fc from its last tap")
-
 def seeded(*parts):
-    """The one rule for random draws: a generator seeded by (seed, epoch, sample id, ...)."""
-    digest = hashlib.sha256(json.dumps(parts).encode()).digest()
+    """The one rule for random draws: a generator seeded by (seed, epoch, sample id)."""
+    digest = hashlib.sha256(repr(parts).encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
 
-def learning_rate(step, steps, args):
-    """Linear warm-up, then cosine to zero."""
-    warm = max(1, round(args.warmup_ratio * steps))
-    if step < warm:
-        return args.lr * (step + 1) / warm
-    return args.lr * 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, steps - warm)))
+def pack_rows(documents, length):
+    """Documents in the given order -> rows of at most `length` tokens; the first row with room."""
+    rows, room = [], []
+    for document in documents:
+        size = len(document["ids"])
+        fit = next((i for i, free in enumerate(room) if free >= size), len(rows))
+        if fit == len(rows):
+            rows.append([])
+            room.append(length)
+        rows[fit].append(document)
+        room[fit] -= size
+    return rows
+
+class TargetStates:
+    """Hidden states of the frozen target for a row of documents, in one packed forward; kept in
+    memory for the next epoch while they fit into `gigabytes`."""
+    def __init__(self, target, layer_ids, gigabytes):
+        self.target, self.kept, self.room = target, {}, gigabytes * 1e9
+        self.layer_ids = [*layer_ids, target.config.num_hidden_layers - 1]  # last: after the norm
+
+    @torch.no_grad()
+    def compute(self, row):
+        """-> per document [S, (n + 1) d]"""
+        counts = [len(document["ids"]) for document in row]
+        plan = dspark.make_plan(0, [0] * len(row), counts, self.target.device)
+        ids = torch.tensor(sum((x["ids"] for x in row), []), device=self.target.device)
+        with dspark.packed(self.target):
+            cache = dspark.RaggedCache(len(row), max(counts))
+            _, states = dspark.run_target(self.target, cache, self.layer_ids, ids, plan, ids[:1] * 0)
+        return states.split(counts)
+
+    def __call__(self, row):
+        """-> features [1, S, n d], target_hidden [1, S, d]"""
+        new = [document for document in row if document["number"] not in self.kept]
+        fresh = dict(zip((x["number"] for x in new), self.compute(new) if new else ()))
+        states = torch.cat([{**self.kept, **fresh}[x["number"]] for x in row])[None]
+        for number, state in fresh.items():
+            self.room -= state.nbytes
+            if self.room > 0:
+                self.kept[number] = state.clone()  # a split is a view of the whole row
+        d = self.target.config.hidden_size
+        return states.split([states.shape[-1] - d, d], -1)
 
 class Trainer:
-    """The training loop and its state: draft, optimiser, position in the data."""
+    """The loop and its state: draft, optimiser, place in the data."""
     def __init__(self, draft, target, documents, args, folder):
         self.draft, self.documents, self.args, self.folder = draft, documents, args, folder
         self.states = TargetStates(target, draft.config.target_layer_ids, args.feature_cache_gb)
         self.optimizer = torch.optim.AdamW(draft.parameters(), lr=args.lr, weight_decay=0.0)
-        per_epoch = -(-len(self.rows_of(0)) // args.batch_size)
-        self.step, self.steps = 0, args.max_steps or args.epochs * per_epoch
-        self.best, self.skipped = -1.0, 0
-        folder.mkdir(parents=True, exist_ok=True)
+        self.step, self.best, self.skipped = 0, 0.0, 0
+        self.steps = args.max_steps or args.epochs * -(-len(self.rows(0)) // args.batch_size)
 
-    def rows_of(self, epoch):
+    def rows(self, epoch):
         order = torch.randperm(len(self.documents), generator=seeded(self.args.seed, epoch))
         return pack_rows([self.documents[i] for i in order], self.args.total_seq_len)
 
     def batches(self):
-        """Epoch after epoch, the same rows whenever the run is started again."""
+        """(epoch, rows) from self.step to the end; the same whenever the run is started again."""
         number, epoch = 0, 0
         while True:
-            rows = self.rows_of(epoch)
+            rows = self.rows(epoch)
             for start in range(0, len(rows), self.args.batch_size):
+                if number == self.steps:
+                    return
                 if number >= self.step:
                     yield epoch, rows[start : start + self.args.batch_size]
                 number += 1
             epoch += 1
 
-    def losses(self, epoch, rows):
-        """One batch -> loss (None without an anchor), metrics"""
+    def row_loss(self, epoch, row):
+        """-> loss, metrics; None where the row has no anchor"""
         args, device = self.args, self.draft.fc.weight.device
-        batch = collate(rows, device)
-        input_ids, loss_mask, document_ids, position_ids = batch
-        generators = [seeded(args.seed, epoch, row[0]["number"]) for row in rows]
-        anchors, valid = sample_anchors(loss_mask, document_ids, args.max_anchors, generators)
+        count = torch.tensor([len(x["ids"]) for x in row])
+        numbers = torch.arange(len(row)).repeat_interleave(count)[None].to(device)  # [1, S]
+        position = torch.cat([torch.arange(n) for n in count])[None].to(device)
+        ids = torch.tensor([sum((x["ids"] for x in row), [])], device=device)
+        starts = torch.tensor([x["start"] for x in row], device=device)
+        mask = position >= starts[numbers]
+        generator = seeded(args.seed, epoch, row[0]["number"])
+        anchors, valid = sample_anchors(mask, numbers, args.max_anchors, [generator])
         if not valid.any():
-            return None, {}
-        features, hidden = self.states(rows, input_ids.shape[1])
+            return None
         with torch.autocast(device.type, torch.bfloat16, enabled=args.dtype == "bfloat16"):
             return dspark_loss(
-                self.draft, features, hidden, input_ids, loss_mask, anchors, valid, document_ids,
-                position_ids, args.loss_fn, args.dflash_decay_gamma, args.confidence_head_alpha,
-                args.chunk_blocks)
+                self.draft, *self.states(row), ids, mask, anchors, valid, numbers, position,
+                args.loss_fn, args.dflash_decay_gamma, args.confidence_head_alpha, args.chunk_blocks)
 
     def update(self, epoch, rows):
-        """One optimiser step -> metrics, or None where the batch had no anchor."""
-        loss, metrics = self.losses(epoch, rows)
-        if loss is None:
+        """One optimiser step over the rows -> mean metrics, or None without any anchor"""
+        sums, used = collections.Counter(), 0
+        self.optimizer.zero_grad(set_to_none=True)
+        for row in rows:
+            result = self.row_loss(epoch, row)
+            if result is None:
+                continue
+            loss, metrics = result
+            (loss / len(rows)).backward()
+            values = dict(metrics, loss=loss.detach())
+            bad = [name for name, x in values.items() if not math.isfinite(float(x))]
+            require(not bad, f"step {self.step}: {', '.join(bad)} not finite; try a lower --lr")
+            sums.update({name: float(x) for name, x in values.items()})
+            used += 1
+        if not used:
             self.skipped += 1
             return None
-        bad = [name for name, value in metrics.items() if not torch.isfinite(torch.as_tensor(value))]
-        require(torch.isfinite(loss) and not bad, f"step {self.step}: loss {float(loss)}, terms {bad} "
-                "are not finite; lower --lr")
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(self.step, self.steps, self.args)
-        self.optimizer.zero_grad(set_to_none=True)
-        loss.backward()
         torch.nn.utils.clip_grad_norm_(self.draft.parameters(), 1.0)
+        warm, done = max(1, round(self.args.warmup_ratio * self.steps)), self.step
+        cosine = 0.5 + 0.5 * math.cos(math.pi * max(0, done - warm) / max(1, self.steps - warm))
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.args.lr * min(cosine, (done + 1) / warm)
         self.optimizer.step()
-        return {"loss": float(loss), **{name: float(value) for name, value in metrics.items()}}
+        return {name: value / used for name, value in sums.items()}
 
     def run(self, evaluate):
-        """Train to the last step; log, decode held-out prompts and save on the way."""
+        """Train to the last step; on the way log, decode held-out prompts and save."""
         args, started, tokens = self.args, time.time(), 0
-        bar = tqdm(total=self.steps, initial=self.step, desc="training", unit="step")
-        with (self.folder / "metrics.jsonl").open("a") as log, bar:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        log = (self.folder / "metrics.jsonl").open("a")
+        with log, tqdm(total=self.steps, initial=self.step, desc="training", unit="step") as bar:
             for epoch, rows in self.batches():
-                if self.step >= self.steps:
-                    break
                 metrics = self.update(epoch, rows)
                 self.step += 1
                 bar.update()
                 tokens += sum(len(document["ids"]) for row in rows for document in row)
-                last = self.step == self.steps
-                if metrics and (self.step == 1 or self.step % args.log_every == 0 or last):
-                    seconds = time.time() - started
+                seconds = time.time() - started
+                if metrics and (self.step % args.log_every in (0, 1) or self.step == self.steps):
                     line = dict(step=self.step, epoch=epoch, seconds=round(seconds, 2),
                                 tokens_per_second=round(tokens / seconds), **metrics)
                     log.write(json.dumps(line) + "\n")
                     log.flush()
                     bar.set_postfix(loss=f"{metrics['loss']:.3f}", tau=f"{metrics['tau']:.2f}")
-                if args.eval_every and self.step % args.eval_every == 0 and not last:
+                if args.eval_every and self.step % args.eval_every == 0:
                     length = evaluate(self.draft)
-                    tqdm.write(f"step {self.step}: accepted length {length:.3f} on held-out prompts")
+                    tqdm.write(f"step {self.step}: accepted length {length:.2f} on held-out prompts")
                     if length > self.best:
                         self.best = length
                         self.save("best")
                 if args.checkpoint_every and self.step % args.checkpoint_every == 0:
                     self.save("last")
-        if self.skipped:
-            print(f"{self.skipped} batches had no anchor and made no step")
+        print(f"{self.skipped} steps had no anchor and changed nothing") if self.skipped else None
 
     def save(self, name):
-        """A whole checkpoint, or none: written beside its place, then renamed."""
+        """A whole checkpoint or none: written beside its place, then renamed."""
         place = self.folder / "checkpoints" / name
-        fresh = place.with_name(name + ".tmp")
+        fresh, old = place.with_suffix(".tmp"), place.with_suffix(".old")
         shutil.rmtree(fresh, ignore_errors=True)
         self.draft.save_pretrained(fresh)
-        moments = {}
-        for i, state in self.optimizer.state_dict()["state"].items():
-            moments.update({f"{i}.{key}": value for key, value in state.items()})
+        moments = {f"{i}.{key}": value for i, state in self.optimizer.state_dict()["state"].items()
+                   for key, value in state.items()}
         save_file(moments, fresh / "optimizer.safetensors")
-        facts = dict(step=self.step, best=self.best, steps=self.steps, run=run_key(self.args))
+        facts = dict(step=self.step, best=self.best, run=run_key(self.args))
         (fresh / "trainer.json").write_text(json.dumps(facts))
-        old = place.with_name(name + ".old")
         shutil.rmtree(old, ignore_errors=True)
         if place.exists():
             os.replace(place, old)
         os.replace(fresh, place)
-        shutil.rmtree(old, ignore_errors=True)
 
     def resume(self, target):
-        """Go on from checkpoints/last (or .old, where a save was killed between its two renames)."""
+        """Go on from checkpoints/last, or from last.old if the run was killed while saving."""
         places = [self.folder / "checkpoints" / name for name in ("last", "last.old")]
-        place = next((x for x in places if (x / "trainer.json").exists()), None)
-        if place is None:
-            print("nothing to resume: starting from the beginning")
-            return
-        facts = json.loads((place / "trainer.json").read_text())
-        require(facts["run"] == run_key(self.args), "--resume: the checkpoint was made with other "
-                f"settings: {differences(facts['run'], run_key(self.args))}")
+        place = next((x for x in places if x.exists()), None)
+        require(place, f"--resume: there is no checkpoint in {places[0]}")
+        facts, now = json.loads((place / "trainer.json").read_text()), run_key(self.args)
+        other = [f"{key} was {facts['run'].get(key)}, is {now[key]}" for key in now
+                 if facts["run"].get(key) != now[key]]
+        require(not other, f"--resume: the checkpoint belongs to another run: {'; '.join(other)}")
         self.draft.load_state_dict(DSparkDraft.from_pretrained(place, target).state_dict())
         state = self.optimizer.state_dict()
         for name, value in load_file(place / "optimizer.safetensors").items():
-            number, key = name.split(".", 1)
+            number, key = name.split(".")
             state["state"].setdefault(int(number), {})[key] = value
         self.optimizer.load_state_dict(state)
         self.step, self.best = facts["step"], facts["best"]
@@ -613,391 +527,334 @@ class Trainer:
 
 def run_key(args):
     """What must not change between a run and its continuation."""
-    loose = ("resume", "save_path", "checkpoint_every", "log_every", "eval_every", "feature_cache_gb")
-    return {name: value for name, value in sorted(vars(args).items()) if name not in loose}
+    loose = {"resume", "save_path", "checkpoint_every", "log_every", "eval_every", "feature_cache_gb"}
+    return {name: value for name, value in vars(args).items() if name not in loose}
 
-def differences(old, new):
-    return ", ".join(f"{name} {old.get(name)} -> {new.get(name)}"
-                     for name in sorted({*old, *new}) if old.get(name) != new.get(name))
+def init_from_target(draft, target):
+    """Start from what the target knows: its last layers, its final norm, its last tapped state."""
+    sources = target.base_model.layers[-len(draft.layers) :]
+    for layer, source in zip(draft.layers, sources):
+        own, theirs = layer.state_dict(), source.state_dict()
+        same = {k: v for k, v in theirs.items() if k in own and own[k].shape == v.shape}
+        layer.load_state_dict(same, strict=False)  # Llama has no q_norm and k_norm: they stay at one
+    with torch.no_grad():
+        draft.fc.weight.zero_()
+        draft.fc.weight[:, -len(draft.fc.weight) :].fill_diagonal_(1)
+        draft.hidden_norm.weight.copy_(sources[0].input_layernorm.weight)
+        draft.norm.weight.copy_(target.base_model.norm.weight)
 
 # ------------------------------------------------------- evaluation: held-out prompts, decoded for real
 
 def decode(target, draft, prompts, args, temperature, stops, draft_sampling="sample"):
-    """Decode the prompts plainly and with the draft, through the same loop -> a dict of results."""
-    options = dict(temperature=temperature, stop_token_ids=stops, max_concurrency=args.eval_concurrency)
-    numbers = (seeded(args.seed, "evaluation", temperature) for _ in range(2))
-    with Stopwatch(target) as plain_seconds:
-        plain = generate(target, None, prompts, args.eval_max_new_tokens, generator=next(numbers),
-                         **options)
-    with Stopwatch(target) as seconds:
-        fast = generate(target, draft, prompts, args.eval_max_new_tokens, generator=next(numbers),
-                        draft_sampling=draft_sampling, **options)
-    counts, rounds = total(fast), max(1, total(fast).rounds)
-    rates = {name: sum(len(one.tokens) for one in out) / clock["all"] for name, out, clock in (
-        ("plain", plain, plain_seconds), ("speculative", fast, seconds))}
-    overhead = seconds["all"] - seconds["target"] - seconds["prefill"]
+    """Decode the prompts plainly and with the draft, through the same loop -> results, for JSON"""
+    clocks, texts = [], []
+    for one in (None, draft):
+        with Stopwatch(target) as seconds:
+            texts.append(generate(
+                target, one, prompts, args.eval_max_new_tokens, temperature, stop_token_ids=stops,
+                max_concurrency=args.eval_concurrency, draft_sampling=draft_sampling,
+                generator=seeded(args.seed, temperature)))
+        clocks.append(seconds)
+    (plain, fast), counts = clocks, total(texts[1])
+    rates = [sum(len(x.tokens) for x in text) / clock["all"] for text, clock in zip(texts, clocks)]
+    drafting = fast["all"] - fast["target"] - fast["prefill"]
     return dict(
-        accepted_length=counts.accepted_length, rounds=counts.rounds,
+        accepted_length=counts.accepted_length, rounds=counts.rounds, draft_sampling=draft_sampling,
         acceptance_by_position=counts.acceptance_by_position,
-        conditional_acceptance=counts.conditional_acceptance, tokens_per_second=rates,
-        draft_ms=1e3 * overhead / rounds, verify_ms=1e3 * seconds["target"] / rounds,
-        plain_ms=1e3 * plain_seconds["target"] / max(1, total(plain).rounds),
-        same_text=sum(a.tokens == b.tokens for a, b in zip(plain, fast)), prompts=len(prompts))
-
-def show(name, temperature, result):
-    rates = result["tokens_per_second"]
-    shares = " ".join(f"{share:.2f}" for share in result["conditional_acceptance"])
-    print(f"{name:>14} T={temperature:g}: accepted length {result['accepted_length']:.2f} "
-          f"(each draft given those before it: {shares}), {rates['speculative']:.0f} tokens/s against "
-          f"{rates['plain']:.0f} plain, {rates['speculative'] / rates['plain']:.2f} times")
+        conditional_acceptance=counts.conditional_acceptance,
+        tokens_per_second=dict(zip(("plain", "speculative"), rates)), speedup=rates[1] / rates[0],
+        draft_ms=1e3 * drafting / max(1, counts.rounds),
+        verify_ms=1e3 * fast["target"] / max(1, counts.rounds),
+        plain_ms=1e3 * plain["target"] / max(1, total(texts[0]).rounds),
+        same_text=sum(a.tokens == b.tokens for a, b in zip(*texts)), prompts=len(prompts),
+        by_prompt=[(len(x.tokens), x.rounds, x.accepted) for x in texts[1]])
 
 class BigramDraft:
-    """Baseline: draft from counts of neighbouring tokens alone, through the same loop."""
-    def __init__(self, documents, target, gamma, smoothing=0.01):
+    """Baseline: drafts from the counts of neighbouring tokens alone, through the same loop."""
+    def __init__(self, documents, target, gamma):
         size = len(target.get_input_embeddings().weight)
         pairs = torch.tensor([pair for x in documents for pair in zip(x["ids"], x["ids"][1:])])
-        table = torch.bincount(pairs[:, 0] * size + pairs[:, 1], minlength=size * size)
-        self.logits = (table.view(size, size) + smoothing).log()
-        self.config = argparse.Namespace(gamma=gamma, target_layer_ids=())
-        self.embed_tokens, self.confidence_head = self.logits, None
-
-    def context_keys_values(self, features, position):
-        return []  # it looks at nothing but the previous token
+        counts = torch.bincount(pairs[:, 0] * size + pairs[:, 1], minlength=size * size)
+        self.embed_tokens = self.logits = (counts.view(size, size) + 0.01).log()
+        self.config, self.confidence_head = argparse.Namespace(gamma=gamma, target_layer_ids=()), None
 
     def propose(self, anchors, position, context, g, uniforms, filters, top, greedy):
         tokens, q = [anchors], []
         for k in range(g):
-            logits = self.logits[tokens[-1]]  # [R, V]
-            if not greedy:
-                q.append(dspark.probabilities(logits, *filters))
-            tokens.append(logits.argmax(-1) if greedy else dspark.draw(q[-1], uniforms[:, k]))
-        return dspark.Proposal(torch.stack(tokens[1:], 1), torch.stack(q, 1) if q else None, None)
-
-@torch.no_grad()
-def entropy_per_token(target, states, documents):
-    """Mean entropy, in nats, of the target's next-token distribution inside its own answers."""
-    head, sums, count = target.get_output_embeddings().weight, 0.0, 0
-    for document in documents:
-        hidden = states.compute([document])[0][document["start"] - 1 : -1, -head.shape[1] :]
-        log_p = F.linear(hidden, head).float().log_softmax(-1)
-        sums -= float((log_p.exp() * log_p).sum())
-        count += len(hidden)
-    return sums / max(1, count)
+            q.append(self.logits[tokens[-1]].softmax(-1))  # [R, V]
+            tokens.append(q[-1].argmax(-1) if greedy else dspark.draw(q[-1], uniforms[:, k]))
+        return dspark.Proposal(torch.stack(tokens[1:], 1), torch.stack(q, 1), None)
 
 # ------------------------------------------------------------ --tiny: a language made on the spot
 
 TINY = dict(save_path="output/tiny", block_size=7, num_layers=2, target_layer_ids=[0, 4, 6],
-            draft_vocab_size=0, markov_rank=64, markov_std=0.1, lr=5e-3, max_steps=500, batch_size=8,
-            max_anchors=12, total_seq_len=192, loss_fn={"kl_div": 0.5, "tv": 1.0}, max_samples=1024,
-            answer_max_new_tokens=110, eval_samples=32, eval_max_new_tokens=110, answer_batch=128,
-            chunk_blocks=0, log_every=20)
+            draft_vocab_size=0, markov_rank=64, markov_std=0.1, lr=5e-3, max_steps=500, max_anchors=96,
+            total_seq_len=1280, loss_fn={"kl_div": 0.5, "tv": 1.0}, max_samples=1024, log_every=20,
+            answer_max_new_tokens=110, answer_batch=128, eval_max_new_tokens=110, chunk_blocks=0)
 CHATML = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
           "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
 
-def expand(grammar, text, rng):
-    """Replace each <name> by one of its phrases, drawn evenly, until none is left."""
-    while "<" in text:
-        before, rest = text.split("<", 1)
-        name, after = rest.split(">", 1)
-        text = before + rng.choice(grammar[name]) + after
-    return text
-
 def dialogues(count, seed):
-    """Synthetic two-turn dialogues in ShareGPT's spelling."""
+    """Synthetic dialogues: every <name> of the grammar becomes one of its phrases, drawn evenly."""
     path = pathlib.Path(__file__).with_name("testdata") / "grammar.json"
     grammar, rng = json.loads(path.read_text()), random.Random(seed)
-    return [{"conversations": [{"from": who, "value": expand(grammar, grammar[kind], rng)}
-                               for who, kind in (("human", "user"), ("gpt", "assistant"))]}
-            for _ in range(count)]
 
-def make_tokenizer(rows, vocab_size=900):
-    """A byte-level BPE trained on the dialogues, with a ChatML template."""
-    from tokenizers import ByteLevelBPETokenizer
+    def expand(text):
+        while "<" in text:
+            before, name, after = re.split("[<>]", text, maxsplit=2)
+            text = before + rng.choice(grammar[name]) + after
+        return text
 
-    model = ByteLevelBPETokenizer()
-    texts = [turn["value"] for row in rows for turn in row["conversations"]]
+    return [{"messages": [{"role": role, "content": expand(grammar[role])}
+                          for role in ("user", "assistant")]} for _ in range(count)]
+
+def make_tiny_target(args, folder):
+    """A BPE tokenizer and a small Qwen3, trained on the dialogues in about a minute."""
+    rows, model = dialogues(4096, seed=0), tokenizers.ByteLevelBPETokenizer()
+    texts = [turn["content"] for row in rows for turn in row["messages"]]
     marks = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|mask|>"]
-    model.train_from_iterator(texts, vocab_size, show_progress=False, special_tokens=marks)
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=model._tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>",
-        mask_token="<|mask|>", chat_template=CHATML)
-
-def make_target(args, folder, steps=400):
-    """Train a small Qwen3 on the dialogues; about a minute on two cores."""
-    rows = dialogues(4096, seed=0)
-    tokenizer = make_tokenizer(rows)
-    args.total_seq_len, wide = 10**6, args.total_seq_len
-    pairs = [*dataset_documents(rows, tokenizer, args, collections.Counter())]
-    args.total_seq_len = wide
+    model.train_from_iterator(texts, 900, show_progress=False, special_tokens=marks)
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=model._tokenizer, eos_token=marks[2], pad_token=marks[0],
+        mask_token=marks[3], chat_template=CHATML)
     torch.manual_seed(0)
-    config = transformers.Qwen3Config(
+    target = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(
         vocab_size=len(tokenizer), hidden_size=128, intermediate_size=320, num_hidden_layers=8,
         num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=1024,
-        eos_token_id=tokenizer.eos_token_id, tie_word_embeddings=True)
-    target = transformers.Qwen3ForCausalLM(config)
-    optimizer = torch.optim.AdamW(target.parameters(), lr=3e-3, weight_decay=0.01)
-    warm = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=steps, pct_start=0.05)
-    bar = tqdm(range(steps), desc="tiny target", unit="step")
-    for step in bar:
-        texts = [torch.tensor([*a, *b]) for a, b in random.Random(step).sample(pairs, 12)]
-        ids = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True, padding_value=-100)
-        loss = target(input_ids=ids.clamp(min=0), labels=ids, use_cache=False).loss
-        optimizer.zero_grad()
-        loss.backward()
+        eos_token_id=tokenizer.eos_token_id, tie_word_embeddings=True))
+    pairs = [torch.tensor([*a, *b]) for a, b in written_pairs(
+        [row["messages"] for row in rows], tokenizer, args, collections.Counter())]
+    optimizer = torch.optim.AdamW(target.parameters(), lr=3e-3)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=400, pct_start=0.05)
+    for step in tqdm(range(400), desc="tiny target", unit="step"):
+        ids = torch.nn.utils.rnn.pad_sequence(
+            random.Random(step).sample(pairs, 12), batch_first=True, padding_value=-100)
+        target(input_ids=ids.clamp(min=0), labels=ids, use_cache=False).loss.backward()
         torch.nn.utils.clip_grad_norm_(target.parameters(), 1.0)
         optimizer.step()
-        warm.step()
-        bar.set_postfix(loss=f"{loss.item():.3f}")
+        schedule.step()
+        optimizer.zero_grad()
     target.eval().save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    return folder
+
+@torch.no_grad()
+def tiny_facts(target, documents, prompts, args, stops):
+    """What synthetic numbers must be read against: the target's entropy, a bigram drafter."""
+    states, head, entropies = TargetStates(target, [], 0), target.get_output_embeddings().weight, []
+    for document in documents[:64]:
+        hidden = states.compute([document])[0][document["start"] - 1 : -1]
+        log_p = F.linear(hidden, head).log_softmax(-1)
+        entropies.append(-(log_p.exp() * log_p).sum(-1))
+    bigram = decode(target, BigramDraft(documents, target, args.block_size), prompts, args, 1.0, stops)
+    facts = dict(entropy_per_token=float(torch.cat(entropies).mean()),
+                 bigram_accepted_length=bigram["accepted_length"])
+    print(f"SYNTHETIC data: entropy {facts['entropy_per_token']:.2f} nats per token; a plain bigram "
+          f"drafter reaches accepted length {bigram['accepted_length']:.2f} at temperature 1")
+    return facts
 
 # ------------------------------------------------------------------------------- the command line
 
 def parser():
-    p = argparse.ArgumentParser(description="Train a DSpark draft for a causal language model.")
-    p.error = lambda message: sys.exit(fail(message))
-    add = p.add_argument_group("what to train on").add_argument
-    add("--tiny", action="store_true", help="no download: synthetic dialogues and a target trained "
-        "on the spot (presets for most flags below)")
-    add("--verifier-name-or-path", help="target model: hub id or folder [Qwen/Qwen3-0.6B]")
-    add("--data", default="sharegpt", help="sharegpt, FILE.json, FILE.jsonl or a hub data set id")
-    add("--eval-data", help="FILE with held-out prompts (default: some rows of --data are held out)")
-    add("--max-samples", type=int, default=5000, help="use at most this many conversations")
-    add("--responses", choices=["target", "dataset"], default="target", help="train on answers that "
-        "the target writes itself, or on those of the data")
-    add("--answer-max-new-tokens", type=int, default=1024, help="budget of a written answer")
-    add("--answer-temperature", type=float, help="default: the target's generation_config, or 1")
+    p = argparse.ArgumentParser(description="Train a DSpark draft for a causal language model.",
+                                formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    p.error = lambda message: stop(message)
+    switch = dict(action=argparse.BooleanOptionalAction)
+    add = p.add_argument_group("data").add_argument
+    add("--tiny", action="store_true", help="no download: synthetic dialogues, a target made on the spot")
+    add("--verifier-name-or-path", default="Qwen/Qwen3-0.6B", help="the target: hub id or folder")
+    add("--data", default="sharegpt", help="sharegpt, FILE.json, FILE.jsonl or a hub data set")
+    add("--eval-data", help="file with held-out prompts; else rows of --data are held out")
+    add("--max-samples", type=int, default=5000, help="conversations used at most")
+    add("--responses", choices=["target", "dataset"], default="target", help="whose answers to train on")
+    add("--answer-max-new-tokens", type=int, default=1024, help="budget of an answer by the target")
+    add("--answer-temperature", type=float, help="default: the target's generation_config, else 1")
     add("--answer-batch", type=int, default=32, help="answers written at a time")
-    add("--answer-file", help="where answers are kept [SAVE_PATH/answers.jsonl]")
-    add("--enable-thinking", action=argparse.BooleanOptionalAction, default=False,
-        help="thinking mode of the chat template; kept in the checkpoint")
-    add = p.add_argument_group("the draft").add_argument
+    add("--answer-file", help="where answers are kept; default SAVE_PATH/answers.jsonl")
+    add("--enable-thinking", **switch, default=False, help="thinking mode of the chat template")
+    add = p.add_argument_group("draft").add_argument
     add("--block-size", type=int, default=8, help="slots of a block")
-    add("--max-anchors", type=int, default=256, help="blocks per row and step")
+    add("--max-anchors", type=int, default=256, help="blocks per row")
     add("--num-layers", type=int, default=3, help="draft layers")
-    add("--target-layer-ids", type=int, nargs="+", help="target layers whose outputs the draft reads, "
-        "counted from 0 (speculators' ids minus 1) [1, L//2 - 1, L - 4]")
-    add("--draft-vocab-size", type=int, default=32000, help="most frequent ids only; 0: all")
-    add("--mask-token-id", type=int, help="an id that text never uses [first spare embedding row]")
-    add("--sample-from-anchor", action=argparse.BooleanOptionalAction, default=True,
-        help="the anchor's slot predicts too (DSpark); without: DFlash's layout")
+    add("--target-layer-ids", type=int, nargs="+", help="target layers to read, counted from 0 "
+        "(speculators' ids minus 1); default 1, L//2 - 1, L - 4")
+    add("--draft-vocab-size", type=int, default=32000, help="the most frequent ids; 0: all")
+    add("--mask-token-id", type=int, help="an id that no text uses; default: a spare embedding row")
+    add("--sample-from-anchor", **switch, default=True, help="the anchor's slot predicts a token too")
     add("--markov-rank", type=int, default=256, help="rank of the Markov head; 0: pure DFlash")
     add("--markov-head-type", default="vanilla", help="vanilla, gated or rnn")
     add("--markov-std", type=float, default=0.01, help="spread of the fresh W1")
-    add("--enable-confidence-head", action=argparse.BooleanOptionalAction, default=True,
-        help="predict each draft's acceptance")
-    add("--confidence-head-with-markov", action=argparse.BooleanOptionalAction, default=True,
-        help="the confidence head also sees the previous token's Markov embedding")
-    add("--init-from-target", action=argparse.BooleanOptionalAction, default=False,
-        help="start from the target's last layers and final norm")
-    add("--from-pretrained", help="start from this draft (its shape wins over the flags above)")
-    add = p.add_argument_group("the objective and the optimiser").add_argument
-    add("--loss-fn", type=json.loads, default={"ce": 0.1, "tv": 0.9},
-        help='weights of ce, tv and kl_div as JSON [{"ce": 0.1, "tv": 0.9}]')
+    add("--enable-confidence-head", **switch, default=True, help="predict each draft's acceptance")
+    add("--confidence-head-with-markov", **switch, default=True, help="it also sees W1[prev]")
+    add("--init-from-target", **switch, default=False, help="start from the target's last layers")
+    add("--from-pretrained", help="start from this draft; its shape wins over these flags")
+    add = p.add_argument_group("optimisation").add_argument
+    add("--loss-fn", type=json.loads, default='{"ce": 0.1, "tv": 0.9}', help="weights of ce, tv, kl_div")
     add("--confidence-head-alpha", type=float, default=1.0, help="weight of the confidence loss")
     add("--dflash-decay-gamma", type=float, default=4.0, help="slot i weighs exp(-i / this)")
     add("--chunk-blocks", type=int, default=16, help="blocks whose logits exist at a time; 0: all")
     add("--epochs", type=int, default=5, help="passes over the data")
-    add("--max-steps", type=int, default=0, help="stop after this many steps; 0: by --epochs")
+    add("--max-steps", type=int, default=0, help="optimiser steps; 0: by --epochs")
     add("--lr", type=float, default=3e-4, help="peak learning rate")
     add("--warmup-ratio", type=float, default=0.04, help="share of the steps that warm up")
-    add("--total-seq-len", type=int, default=4096, help="tokens of a row; documents are packed")
-    add("--batch-size", type=int, default=1, help="rows per step")
+    add("--total-seq-len", type=int, default=4096, help="tokens of a row of packed documents")
+    add("--batch-size", type=int, default=1, help="rows per step, one after another")
     add("--seed", type=int, default=0, help="seed of every random draw")
-    add("--dtype", choices=["auto", "float32", "bfloat16"], default="auto",
-        help="of the target and of autocast [bfloat16 on CUDA, else float32]")
-    add("--feature-cache-gb", type=float, default=4.0, help="memory for target states kept between "
-        "epochs")
+    add("--dtype", choices=["auto", "float32", "bfloat16"], default="auto", help="auto: bfloat16 on CUDA")
+    add("--feature-cache-gb", type=float, default=4.0, help="target states kept between epochs")
     add = p.add_argument_group("results").add_argument
-    add("--save-path", default="output", help="folder for the draft, logs and checkpoints")
-    add("--compare", action="store_true", help="train DFlash, vanilla, gated and rnn, equal budget")
+    add("--save-path", default="output", help="folder for draft, logs and checkpoints")
+    add("--compare", action="store_true", help="DFlash, vanilla, gated and rnn with equal budgets")
     add("--checkpoint-every", type=int, default=0, help="steps between checkpoints; 0: none")
     add("--resume", action="store_true", help="go on from SAVE_PATH/checkpoints/last")
     add("--log-every", type=int, default=10, help="steps between lines of metrics.jsonl")
-    add("--eval-every", type=int, default=0, help="steps between decodings of held-out prompts")
+    add("--eval-every", type=int, default=0, help="steps between decodings of 8 held-out prompts")
     add("--eval-samples", type=int, default=32, help="held-out prompts")
     add("--eval-max-new-tokens", type=int, default=128, help="budget of a held-out answer")
     add("--eval-concurrency", type=int, default=1, help="held-out requests at a time")
     return p
 
-def fail(message):
+def stop(message):
     print(f"train.py: {message}", file=sys.stderr)
-    return 2
+    sys.exit(2)
 
 def load_target(args):
     """The frozen target and its tokenizer, on the best device there is."""
-    name = args.verifier_name_or_path or "Qwen/Qwen3-0.6B"
-    device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = "mps" if torch.backends.mps.is_available() else device
     if args.dtype == "auto":
         args.dtype = "bfloat16" if device == "cuda" else "float32"
+    name, kind = args.verifier_name_or_path, getattr(torch, args.dtype)
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(name)
-        target = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=getattr(torch, args.dtype))
+        target = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=kind)
     except OSError as error:
-        raise ValueError(NO_HUB.format(name)) from error
+        raise ValueError(NO_HUB.format(f"model {name}")) from error
     return target.to(device).eval().requires_grad_(False), tokenizer
 
-def mask_token(args, target, tokenizer):
-    """An id that no text contains: the flag's, the tokenizer's own mask token, or a spare row."""
-    rows = len(target.get_input_embeddings().weight)
-    choice = args.mask_token_id
-    if choice is None:
-        choice = tokenizer.mask_token_id if tokenizer.mask_token_id is not None else len(tokenizer)
-    names = ", ".join(f"{i} {t}" for t, i in sorted(tokenizer.get_added_vocab().items(), key=lambda x: x[1]))
-    require(0 <= choice < rows, f"mask token {choice} is not one of the {rows} embedding rows; give "
-            f"--mask-token-id, a special token that your text never uses: {names[:300]}")
-    return choice
-
-def fresh_draft(args, target, tokenizer, draft_ids):
-    """A draft by the flags, or the one of --from-pretrained."""
+def fresh_draft(args, target, tokenizer, draft_ids=None):
+    """A draft by the flags, or the one of --from-pretrained; float32 weights."""
     if args.from_pretrained:
         return DSparkDraft.from_pretrained(args.from_pretrained, target)
-    shape = dict(num_hidden_layers=args.num_layers, mask_token_id=mask_token(args, target, tokenizer))
+    mask, rows = args.mask_token_id, len(target.get_input_embeddings().weight)
+    if mask is None:
+        mask = len(tokenizer) if tokenizer.mask_token_id is None else tokenizer.mask_token_id
+    require(0 <= mask < rows, f"mask token {mask} is none of the {rows} embedding rows: give "
+            "--mask-token-id, a special token that your text never uses, of "
+            f"{dict(sorted((i, t) for t, i in tokenizer.get_added_vocab().items()))}")
     names = ("block_size", "sample_from_anchor", "markov_rank", "markov_head_type",
              "enable_confidence_head", "confidence_head_with_markov")
-    shape.update({name: getattr(args, name) for name in names})
+    shape = {name: getattr(args, name) for name in names}
     if args.target_layer_ids:
         shape["target_layer_ids"] = args.target_layer_ids
     torch.manual_seed(args.seed)
-    draft = DSparkDraft.from_target(target, draft_ids, args.markov_std, **shape)
-    draft.float()
+    draft = DSparkDraft.from_target(target, draft_ids, args.markov_std, mask_token_id=mask,
+                                    num_hidden_layers=args.num_layers, **shape)
     if args.init_from_target:
         init_from_target(draft, target)
     return draft
 
-VARIANTS = {  # --compare: the same budget for each
-    "dflash": dict(markov_rank=0, sample_from_anchor=False, enable_confidence_head=False),
-    "vanilla": dict(markov_head_type="vanilla"), "gated": dict(markov_head_type="gated"),
-    "rnn": dict(markov_head_type="rnn")}
-
-def train_one(args, target, tokenizer, documents, prompts, draft_ids, folder):
-    """Train, save and decode one draft -> its results at temperature 0 and 1"""
-    draft, stops = fresh_draft(args, target, tokenizer, draft_ids), stop_ids(target, tokenizer)
-    trainer = Trainer(draft, target, documents, args, folder)
-    if args.resume:
-        trainer.resume(target)
-    ids = draft.config.target_layer_ids
-    print(f"draft: {sum(p.numel() for p in draft.parameters()):,} parameters, gamma "
-          f"{draft.config.gamma}, reads layers {ids} (speculators: {[k + 1 for k in ids]})")
-    few = prompts[:8]
-    trainer.run(lambda draft: total(generate(target, draft, few, args.eval_max_new_tokens,
-                                             stop_token_ids=stops)).accepted_length)
-    draft.config.dspark_extra = {"enable_thinking": args.enable_thinking, "steps": trainer.step}
-    draft.save_pretrained(folder)
-    ways = ("sample", "argmax") if not draft.config.markov_rank else ("sample",)
-    results = {}
-    for temperature in (0.0, 1.0):
-        tries = [decode(target, draft, prompts, args, temperature, stops, way)
-                 for way in (ways if temperature else ways[:1])]
-        best = max(tries, key=lambda result: result["accepted_length"])
-        best["draft_sampling"] = ways[tries.index(best)]
-        show(folder.name, temperature, best)
-        results[f"{temperature:g}"] = best
-    return results
-
-def split(args, rows):
-    """Rows in a seeded order -> rows to train on, held-out rows; no row is in both."""
+def held_out(rows, tokenizer, args):
+    """-> rows to train on, held-out prompts as ids, their texts; no row is on both sides"""
     order = torch.randperm(len(rows), generator=seeded(args.seed, "split")).tolist()
     rows = [rows[i] for i in order[: args.max_samples]]
-    if args.eval_data:
-        return rows, list(read_rows(args.eval_data))[: args.eval_samples]
-    held = min(args.eval_samples, len(rows) // 10)
-    return rows[held:], rows[:held]
+    held = read_rows(args.eval_data) if args.eval_data else rows[: len(rows) // 10]
+    held = held[: args.eval_samples]
+    rows = rows if args.eval_data else rows[len(held) :]
+    asked = [conversation(row) for row in held]
+    asked = [turns[: [turn["role"] for turn in turns].index("user") + 1] for turns in asked]
+    prompts = [render(tokenizer, turns, args.enable_thinking) for turns in asked]
+    require(rows and prompts, f"--data {args.data}: {len(rows)} rows to train on and {len(prompts)} "
+            "held-out prompts; both are needed")
+    return rows, prompts, [turns[-1]["content"] for turns in asked]
 
-def prepare(args, target, tokenizer):
-    """-> training documents, held-out prompts as ids, their domains"""
-    rows = dialogues(args.max_samples, seed=1) if args.tiny else read_rows(args.data)
-    require(len(rows), f"--data {args.data} is empty")
-    rows, held = split(args, rows)
-    asked = [(row, conversation(row)[0]) for row in held]
-    asked = [(row, turns[: [t["role"] for t in turns].index("user") + 1])
-             for row, turns in asked if turns]
-    prompts = [render(tokenizer, turns, args.enable_thinking) for _, turns in asked]
-    texts = [turns[-1]["content"] for _, turns in asked]
-    pathlib.Path(args.save_path, "prompts.json").write_text(json.dumps(texts, indent=1))
-    skipped = collections.Counter()
-    if args.responses == "target":
-        pairs = target_documents(rows, target, tokenizer, args, skipped)
-    else:
-        pairs = dataset_documents(rows, tokenizer, args, skipped)
-    documents = documents_of(pairs, args, skipped)
-    reasons = ", ".join(f"{count} x {reason}" for reason, count in skipped.items())
-    print(f"documents: kept {len(documents)}, skipped {sum(skipped.values())} {reasons}")
-    require(documents, "nothing to train on: no document has two supervised tokens")
-    require(prompts, "no held-out prompt: more data, or --eval-data FILE")
-    return documents, prompts, [row.get("domain", "all") for row, _ in asked]
+def train_one(args, target, tokenizer, documents, prompts, draft_ids):
+    """Train, save and decode one draft -> its results at temperature 0 and 1"""
+    folder, stops = pathlib.Path(args.save_path), stop_ids(target, tokenizer)
+    draft = fresh_draft(args, target, tokenizer, draft_ids)
+    trainer, ids = Trainer(draft, target, documents, args, folder), draft.config.target_layer_ids
+    if args.resume:
+        trainer.resume(target)
+    print(f"{folder}: {sum(p.numel() for p in draft.parameters()):,} parameters, {trainer.steps} steps, "
+          f"gamma {draft.config.gamma}, reads layers {ids} (speculators: {[k + 1 for k in ids]})")
+    trainer.run(lambda draft: decode(target, draft, prompts[:8], args, 0.0, stops)["accepted_length"])
+    draft.config.dspark_extra = {"enable_thinking": args.enable_thinking, "steps": trainer.step}
+    draft.save_pretrained(folder)
+    results = {}
+    for temperature in (0.0, 1.0):
+        # Without a chain, drafts sampled independently clash: argmax proposals may do better there.
+        ways = ("sample", "argmax") if temperature and not draft.config.markov_rank else ("sample",)
+        tries = [decode(target, draft, prompts, args, temperature, stops, way) for way in ways]
+        best = max(tries, key=lambda result: result["accepted_length"])
+        results[f"{temperature:g}"] = best
+        print(f"temperature {temperature:g}: accepted length {best['accepted_length']:.2f}, "
+              f"{best['tokens_per_second']['speculative']:.0f} tokens/s, {best['speedup']:.2f} times plain "
+              f"decoding ({len(prompts)} held-out prompts, proposals: {best['draft_sampling']})")
+    return results
 
-def coverage(documents, args):
-    """How many supervised slots a step uses of those there are."""
-    rows = pack_rows(documents, args.total_seq_len)
-    free = [sum(len(x["ids"]) - x["start"] - 1 for x in row) for row in rows]
-    used = sum(min(args.max_anchors, n) for n in free)
-    print(f"{sum(len(x['ids']) for x in documents)} tokens in {len(rows)} rows; an epoch uses {used} of "
-          f"{sum(free)} possible anchors ({used / max(1, sum(free)):.0%}), x {args.block_size} slots")
+HEADS = {"dflash": dict(markov_rank=0, sample_from_anchor=False, enable_confidence_head=False),
+         "vanilla": {}, "gated": {}, "rnn": {}}
 
-def tiny_facts(target, documents, prompts, args, stops):
-    """What the synthetic numbers must be read against."""
-    states = TargetStates(target, [], 0)
-    entropy = entropy_per_token(target, states, documents[:64])
-    bigram = BigramDraft(documents, target, args.block_size)
-    result = decode(target, bigram, prompts, args, 1.0, stops)
-    print(f"SYNTHETIC data: the target's entropy is {entropy:.2f} nats per token; a plain bigram drafter "
-          f"reaches accepted length {result['accepted_length']:.2f} at temperature 1")
-    return {"entropy_per_token": entropy, "bigram_accepted_length": result["accepted_length"]}
+def compare(args, *rest):
+    """The same data and budget for every head; prints the table and returns all results."""
+    results = {}
+    for name, change in HEADS.items():
+        change = dict(change or {"markov_head_type": name}, save_path=f"{args.save_path}/{name}")
+        if not change.get("sample_from_anchor", True):
+            change["block_size"] = args.block_size + 1  # DFlash's layout: as many drafts
+            change["lr"] = args.dflash_lr or args.lr
+        results[name] = train_one(argparse.Namespace(**{**vars(args), **change}), *rest)
+    print(f"{'accepted length':16}{'T=0':>7}{'T=1':>7}{'x plain':>9}   acceptance after acceptance, T=1")
+    for name, x in results.items():
+        shares = " ".join(f"{share:.2f}" for share in x["1"]["conditional_acceptance"])
+        print(f"{name:16}{x['0']['accepted_length']:7.2f}{x['1']['accepted_length']:7.2f}"
+              f"{x['1']['speedup']:9.2f}   {shares}")
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(f"{args.save_path}/vanilla/{name}", args.save_path)
+    return results
 
 def run(args):
     started, out = time.time(), pathlib.Path(args.save_path)
     for name in ("max_samples", "batch_size", "max_anchors", "num_layers", "total_seq_len"):
         require(getattr(args, name) > 0, f"--{name.replace('_', '-')} must be positive")
     out.mkdir(parents=True, exist_ok=True)
-    if args.tiny and not args.verifier_name_or_path:
-        args.verifier_name_or_path = str(make_target(args, out / "target"))
+    if args.tiny and not pathlib.Path(args.verifier_name_or_path).is_dir():
+        args.verifier_name_or_path = str(out / "target")
+        make_tiny_target(args, args.verifier_name_or_path)
+    rows = dialogues(args.max_samples, seed=1) if args.tiny else read_rows(args.data)
     target, tokenizer = load_target(args)
-    fresh_draft(args, target, tokenizer, None)  # a wrong flag ends the run here, not after the answers
-    documents, prompts, domains = prepare(args, target, tokenizer)
-    coverage(documents, args)
-    stops = stop_ids(target, tokenizer)
-    rows = len(target.get_input_embeddings().weight)
-    draft_ids = draft_vocabulary(documents, args.draft_vocab_size, stops, rows)
+    fresh_draft(args, target, tokenizer)  # a wrong flag ends the run here, not after the answers
+    rows, prompts, texts = held_out(rows, tokenizer, args)
+    (out / "prompts.json").write_text(json.dumps(texts, indent=1))
+    documents, stops = documents_of(rows, target, tokenizer, args), stop_ids(target, tokenizer)
+    packed = pack_rows(documents, args.total_seq_len)
+    free = [sum(len(x["ids"]) - x["start"] - 1 for x in row) for row in packed]
+    used = sum(min(args.max_anchors, n) for n in free)
+    print(f"{len(packed)} rows, {used} of {sum(free)} possible anchors used per epoch "
+          f"({used / sum(free):.0%}), {args.block_size} slots each")
+    vocabulary = len(target.get_input_embeddings().weight)
+    draft_ids = draft_vocabulary(documents, args.draft_vocab_size, stops, vocabulary)
     facts = tiny_facts(target, documents, prompts, args, stops) if args.tiny else {}
-    results = {}
-    for name, change in (VARIANTS if args.compare else {"": {}}).items():
-        one = argparse.Namespace(**{**vars(args), **change})
-        results[name] = train_one(one, target, tokenizer, documents, prompts, draft_ids, out / name)
-    if args.compare:
-        print_table(results)
-        for name in ("config.json", "model.safetensors"):
-            shutil.copy(out / "vanilla" / name, out / name)
-    main_result = results["vanilla" if args.compare else ""]
+    job = (args, target, tokenizer, documents, prompts, draft_ids)
+    results = compare(*job) if args.compare else {"": train_one(*job)}
+    main_result = results.get("vanilla", results.get(""))
     record = dict(
         accepted_length={t: x["accepted_length"] for t, x in main_result.items()}, **facts,
-        temperatures=main_result, compare=results if args.compare else None,
-        seconds=time.time() - started, arguments=vars(args),
-        versions={"torch": torch.__version__, "transformers": transformers.__version__})
+        results=results, seconds=time.time() - started, arguments=vars(args),
+        versions=dict(torch=torch.__version__, transformers=transformers.__version__))
     (out / "results.json").write_text(json.dumps(record, indent=1))
-    print(f"saved {out} after {time.time() - started:.0f} s; now: python serve_demo.py --draft {out}")
-
-def print_table(results):
-    print(f"{'':10} {'accepted length':>16}   acceptance of each draft, given those before it (T=1)")
-    print(f"{'draft':10} {'T=0':>8}{'T=1':>8}")
-    for name, result in results.items():
-        shares = " ".join(f"{x:.2f}" for x in result["1"]["conditional_acceptance"])
-        print(f"{name:10} {result['0']['accepted_length']:8.2f}{result['1']['accepted_length']:8.2f}   "
-              f"{shares}")
+    print(f"saved in {out} after {time.time() - started:.0f} s; next: python serve_demo.py --draft {out}")
 
 def main():
     p = parser()
     if "--tiny" in sys.argv:
         p.set_defaults(**TINY)
     args = p.parse_args()
-    args.chunk_blocks = args.chunk_blocks or None
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     try:
         run(args)
     except ValueError as error:
-        sys.exit(fail(error))
+        stop(error)
 
 if __name__ == "__main__":
     main()
