@@ -1,13 +1,13 @@
 """DSpark: confidence-scheduled speculative decoding, in one file (arXiv 2607.05147).
 
-A large target model writes the text. A small draft model guesses the next few tokens and the target
+A large target model writes the text. A small draft model guesses the next tokens and the target
 checks all guesses in one forward pass, keeping those it would have written itself: the text stays
-the target's own and only arrives faster. The draft has three parts: a backbone that proposes a whole
-block in one parallel pass (DFlash, sec. 2.2), a low-rank Markov head that ties each token of the
-block to the one before it (sec. 3.1), and a confidence head that says how much of the block is worth
-checking (sec. 3.2). Read from top to bottom; the objective (sec. 3.3) is in train.py.
+its own and only arrives faster. The draft is a backbone that proposes a block in one parallel pass
+(DFlash, sec. 2.2), a low-rank Markov head that ties each token of the block to the one before it
+(sec. 3.1), and a confidence head that says how much of the block is worth checking (sec. 3.2). Read
+from top to bottom; the objective (sec. 3.3) is in train.py.
 
-Glossary: paper symbol, name here, meaning
+Paper symbol, name here, meaning
     M_t, M_d   target, draft     frozen large model, small draft model
     gamma      gamma             drafts per block: block_size if the anchor's slot predicts, or - 1
     x_0        anchor            the target's last token; its hidden state does not exist yet
@@ -23,9 +23,8 @@ Shapes, at the end of the line that changes them
     R requests    T packed tokens   L cache slots  g drafts of a round <= gamma      C candidates
     d hidden      H heads           G kv heads     e head_dim      n tapped layers   r Markov rank
     V target vocabulary             D draft vocabulary
-Where we differ from the public code (speculators 0.9.0, DeepSpec, z-lab DFlash), and why
+Where we differ from the public code (speculators 0.9.0, DeepSpec), and why
     * confidence labels use the target's probability over all of V, as acceptance itself does;
-      speculators renormalises over the draft vocabulary, which overstates acceptance;
     * a slot is supervised by the token it predicts (speculators: by the slot's own position), and
       losses are weighted means, sum(w * term) / sum(w) (speculators divides by the slot count);
     * verification is packed: R + sum(l_r) tokens in one row, whatever the longest l_r is.
@@ -53,14 +52,10 @@ def require(condition, message):
         raise ValueError(message)
 
 # ---------------------------------------------------------------------------------- configuration
-
 @dataclasses.dataclass
 class DSparkConfig:
-    """Sizes and switches of a draft, named as in the public checkpoints' config.json.
-
-    target_layer_ids count decoder-layer outputs from 0 (as DeepSpec and z-lab do): id k is Hugging
-    Face's hidden_states[k + 1]. Raises ValueError for values that cannot work together.
-    """
+    """Sizes and switches of a draft, named as in the public config.json; ValueError if they clash.
+    target_layer_ids count layer outputs from 0, as DeepSpec does: k is hidden_states[k + 1]."""
     hidden_size: int
     intermediate_size: int
     num_attention_heads: int
@@ -96,14 +91,14 @@ class DSparkConfig:
                                 ("mask_token_id", 0, rows - 1)):
             value = getattr(self, name)
             require(low <= value <= high, f"{name} must be in {low}..{high}, got {value}")
-        require(self.markov_head_type in MARKOV_HEADS, "markov_head_type must be one of "
-                f"{', '.join(MARKOV_HEADS)}, got {self.markov_head_type!r}")
-        needs_markov = self.enable_confidence_head and self.confidence_head_with_markov
-        require(self.markov_rank or not needs_markov, "markov_rank 0 leaves the confidence head no "
+        require(self.markov_head_type in MARKOV_HEADS,
+                f"markov_head_type must be vanilla, gated or rnn, got {self.markov_head_type!r}")
+        wants_markov = self.enable_confidence_head and self.confidence_head_with_markov
+        require(self.markov_rank or not wants_markov, "markov_rank 0 leaves the confidence head no "
                 "Markov embedding: add --no-confidence-head-with-markov")
         require(ids and ids == sorted(set(ids)) and ids[0] >= 0 and ids[-1] < last,
-                f"target_layer_ids must increase within 0..{last - 1} (the last layer's output is "
-                f"only stored after the final norm), got {ids}")
+                f"target_layer_ids must increase within 0..{last - 1}, got {ids} (the last layer's "
+                "output is only stored after the final norm)")
 
     @property
     def first_slot(self):
@@ -115,13 +110,9 @@ class DSparkConfig:
         return self.block_size - self.first_slot
 
 # -------------------------------------------------------------------- acceptance rule (sec. 2.1)
-
 def probabilities(logits, temperature, top_k=0, top_p=1.0):
-    """Sampling distribution in float32; filters in Hugging Face's order: temperature, top-k, top-p.
-
-    Draft and target both go through here: acceptance is exact only for the very distribution a
-    token was drawn from. logits [..., V] -> [..., V]; temperature > 0.
-    """
+    """Sampling distribution [..., V] in float32; temperature, top-k, top-p, in Hugging Face's order.
+    For draft and target alike: acceptance is exact only for the distribution a token came from."""
     scores = logits.float() / temperature
     if not top_k and top_p >= 1:
         return scores.softmax(-1)
@@ -141,10 +132,9 @@ def draw(weights, uniform):
 def accept(tokens, lengths, q, p, uniforms):
     """The acceptance rule for R requests at once; `verify` is this for one.
 
-    tokens [R, g], of which lengths [R] count, were drawn from q [R, g, V]; p [R, g + 1, V];
-    uniforms [R, g + 1] -> accepted [R], next_token [R]. At temperature 0 p and q are one-hot: then
-    p is the target's argmax [R, g + 1], q is not needed, and a draft must equal the argmax.
-    """
+    tokens [R, g], of which lengths [R] count, drawn from q [R, g, V]; p [R, g + 1, V]; uniforms
+    [R, g + 1] -> accepted, next_token [R]. At temperature 0 both are one-hot: then p is the target's
+    argmax [R, g + 1], which a draft must equal, and q is not needed."""
     (rows, g), greedy = tokens.shape, p.dim() == 2
     each, slot = (torch.arange(n, device=tokens.device) for n in (rows, g))
     if greedy:
@@ -168,12 +158,7 @@ def verify(draft_tokens, draft_probs, target_probs, generator=None, uniforms=Non
 
     draft_tokens [l], draft_probs [l, V], target_probs [l + 1, V] -> (n_accepted, next_token).
     uniforms [l + 1] fixes the randomness, the last is for the draw: draft i passes while
-    u_i < min(1, p / max(q, 1e-8)), strictly; as DeepSpec's verify_draft_tokens.
-
-    >>> p, q = torch.tensor([[0.7, 0.3], [0.5, 0.5]]), torch.tensor([[0.5, 0.5]])
-    >>> verify(torch.tensor([1]), q, p, uniforms=torch.tensor([0.9, 0.2]))  # 0.9 >= 0.3 / 0.5
-    (0, 0)
-    """
+    u_i < min(1, p / max(q, 1e-8)), strictly; as DeepSpec's verify_draft_tokens."""
     l = len(draft_tokens)
     require(len(draft_probs) == l and len(target_probs) == l + 1, f"verify expects {l} draft and "
             f"{l + 1} target distributions, got {len(draft_probs)} and {len(target_probs)}")
@@ -184,17 +169,13 @@ def verify(draft_tokens, draft_probs, target_probs, generator=None, uniforms=Non
     return int(accepted), int(token)
 
 # ------------------------------------------------------------ backbone: DFlash (sec. 2.2, eq. 2-3)
-
 def visibility(position, document, context_position, context_document, config, window=0):
     """What each slot may attend to: the one rule for training and drafting.
 
-    A slot of the block anchored at `position` sees the context rows of its own document STRICTLY
-    before the anchor, whose target state does not exist yet when drafting, and its own block.
-    A sliding layer (published speculators drafts have them) sees only the last `window` of those
-    rows and may be causal inside the block.
-
-    position, document [B, N] of the anchors; context_* [B, S] -> bool [B, N K, S + N K]
-    """
+    A slot of the block anchored at `position` sees its own block and the context rows of its document
+    STRICTLY before the anchor, whose target state does not exist yet when drafting. A sliding layer
+    (published drafts have them) sees the last `window` of those rows, maybe its block causally.
+    position, document [B, N] of the anchors; context_* [B, S] -> bool [B, N K, S + N K]"""
     blocks, size = position.shape[1], config.block_size
     sees = context_position[:, None] < position[..., None]  # [B, N, S]
     sees &= context_document[:, None] == document[..., None]
@@ -208,12 +189,9 @@ def visibility(position, document, context_position, context_document, config, w
     return torch.cat([sees, own.expand(len(sees), -1, -1)], -1)  # [B, N K, S + N K]
 
 def attend(query, key, value, mask, scale):
-    """Attention with the query heads of one kv head folded into the query axis.
-
-    query [B, H, q, e]; key, value [B, G, k, e]; mask bool [B, q, k] -> [B, H, q, e]
-    """
+    """query [B, H, q, e]; key, value [B, G, k, e]; mask bool [B, q, k] -> [B, H, q, e]"""
     fold = query.shape[1] // key.shape[1]
-    folded = query.unflatten(1, (-1, fold)).flatten(2, 3)  # [B, G, H/G q, e]
+    folded = query.unflatten(1, (-1, fold)).flatten(2, 3)  # [B, G, H/G q, e], one kv head's queries
     mask = mask.repeat(1, fold, 1)[:, None]  # [B, 1, H/G q, k]
     return F.scaled_dot_product_attention(folded, key, value, mask, scale=scale).view(query.shape)
 
@@ -264,12 +242,9 @@ class Layer(nn.Module):
         return x + self.mlp.down_proj(F.silu(self.mlp.gate_proj(block)) * self.mlp.up_proj(block))
 
 # ---------------------------------------------------------------- Markov heads (sec. 3.1, eq. 4-6)
-
 class VanillaHead(nn.Module):
-    """B_k = W2 W1[x_{k-1}] (eq. 5): the previous token alone shifts the logits.
-
-    W1 looks up TARGET token ids; W2 projects to the DRAFT vocabulary.
-    """
+    """B_k = W2 W1[x_{k-1}] (eq. 5): the previous token alone shifts the logits. W1 looks up TARGET
+    token ids, W2 projects to the DRAFT vocabulary."""
     def __init__(self, config):
         super().__init__()
         self.markov_w1 = nn.Embedding(config.vocab_size, config.markov_rank)
@@ -280,23 +255,16 @@ class VanillaHead(nn.Module):
         return embedding, state
 
     def step(self, prev, hidden, state=None, w2_rows=None):
-        """One slot; training, drafting and tests all call this. State is None before slot 0.
-
-        prev [...] target ids, hidden [..., d] -> bias [..., D], state; with w2_rows [..., C, r]
-        the bias of those C candidates only.
-        """
+        """One slot, for training, drafting and tests; state is None before slot 0. prev [...] target
+        ids, hidden [..., d] -> bias [..., D] (or [..., C] by w2_rows [..., C, r]), state"""
         latent, state = self.mix(self.markov_w1(prev), hidden, state)
         if w2_rows is None:
             return self.markov_w2(latent), state
         return (w2_rows @ latent[..., None])[..., 0], state
 
     def unroll(self, prev, hidden):
-        """A teacher-forced block, slot by slot: prev [M, K], hidden [M, K, d] -> bias [M, K, D]"""
-        biases, state = [], None
-        for prev_k, hidden_k in zip(prev.unbind(1), hidden.unbind(1)):
-            bias, state = self.step(prev_k, hidden_k, state)
-            biases.append(bias)
-        return torch.stack(biases, 1)
+        """A teacher-forced block: prev [M, K], hidden [M, K, d] -> bias [M, K, D]"""
+        return self.step(prev, hidden)[0]  # without a state all slots are one call
 
 class GatedHead(VanillaHead):
     """Vanilla plus a gate: the backbone state decides how much of the previous token counts."""
@@ -322,10 +290,16 @@ class RNNHead(VanillaHead):
         keep = torch.sigmoid(gate)
         return torch.tanh(output), keep * state + (1 - keep) * torch.tanh(candidate)
 
+    def unroll(self, prev, hidden):
+        biases, state = [], None
+        for prev_k, hidden_k in zip(prev.unbind(1), hidden.unbind(1)):
+            bias, state = self.step(prev_k, hidden_k, state)
+            biases.append(bias)
+        return torch.stack(biases, 1)
+
 MARKOV_HEADS = {"vanilla": VanillaHead, "gated": GatedHead, "rnn": RNNHead}
 
 # ------------------------------------------------------------------------------- the draft model
-
 # hidden [B, N, K, d], logits [B, N, K, D] with the Markov bias, confidence_logits [B, N, K] | None
 DraftOutput = namedtuple("DraftOutput", "hidden logits confidence_logits")
 # tokens [R, g] target ids, drawn from q [R, g, V] (None if greedy); confidence logits [R, g] | None
@@ -352,11 +326,8 @@ class DSparkDraft(nn.Module):
 
     @classmethod
     def from_target(cls, target, draft_ids=None, markov_std=0.01, **overrides):
-        """A fresh draft for a loaded causal LM; overrides are fields of DSparkConfig.
-
-        draft_ids [D] ascending: the draft vocabulary (default: the first draft_vocab_size ids).
-        The default mask token is the last embedding row; give one that text never uses.
-        """
+        """A fresh draft for a loaded causal LM; overrides are fields of DSparkConfig. draft_ids [D]
+        ascending: the draft vocabulary. mask_token_id (default: the last row) must never be text."""
         head, embedding = check_target(target), target.get_input_embeddings().weight
         if draft_ids is not None:
             overrides["draft_vocab_size"] = len(draft_ids)
@@ -370,20 +341,15 @@ class DSparkDraft(nn.Module):
         return draft.to(head.device)
 
     def context_keys_values(self, features, position):
-        """H_ctx = RMSNorm(W_c [H^(l1); ...]) (eq. 2), projected once for every layer.
-
-        features [B, S, n d], position [B, S] -> per layer keys, values [B, G, S, e]
-        """
+        """H_ctx = RMSNorm(W_c [H^(l1); ...]) (eq. 2), projected for every layer: features [B, S, n d],
+        position [B, S] -> per layer keys, values [B, G, S, e]"""
         context = self.hidden_norm(self.fc(features.to(self.fc.weight.dtype)))  # [B, S, d]
         rope = rotary(position, self.config.head_dim, self.config.rope_theta)
         return [layer.keys_values(context, rope) for layer in self.layers]
 
     def run_blocks(self, anchor, position, document, context, context_position, context_document):
-        """Blocks [anchor, mask, mask, ...] in one parallel pass.
-
-        anchor tokens, their position and document [B, N]; context per layer [B, G, S, e], its
-        position and document [B, S] -> hidden [B, N, K, d]
-        """
+        """Blocks [anchor, mask, mask, ...] in one parallel pass. anchor tokens, their position and
+        document [B, N]; per layer context, its position and document [B, S] -> hidden [B, N, K, d]"""
         config, slot = self.config, torch.arange(self.config.block_size, device=position.device)
         ids = torch.where(slot == 0, anchor[..., None], config.mask_token_id)  # [B, N, K]
         x = F.embedding(ids, self.embed_tokens).flatten(1, 2).to(self.fc.weight.dtype)  # [B, NK, d]
@@ -407,8 +373,8 @@ class DSparkDraft(nn.Module):
         return self.run_blocks(*blocks, context, position_ids, document_ids)
 
     def heads(self, hidden, prev):
-        """Teacher-forced: hidden [M, K, d], prev [M, K] -> U_k + B_k [M, K, D] (eq. 4), confidence
-        logits [M, K] or None. prev is the token before the one a slot predicts."""
+        """Teacher-forced: hidden [M, K, d], prev [M, K] (the token before the one a slot predicts) ->
+        U_k + B_k [M, K, D] (eq. 4), confidence logits [M, K] or None"""
         logits = self.base_logits(hidden)
         if self.markov_head is not None:
             logits = logits + self.markov_head.unroll(prev, hidden)
@@ -436,11 +402,9 @@ class DSparkDraft(nn.Module):
 
     def forward(self, features, input_ids, anchors, anchor_valid=None, document_ids=None,
                 position_ids=None):
-        """Teacher-forced blocks at `anchors` [B, N], indices into the row -> DraftOutput
-
-        features [B, S, n d], input_ids [B, S]; document_ids [B, S], -1 for padding; position_ids
-        [B, S] restart in every document. Where anchor_valid is False the numbers mean nothing.
-        """
+        """Teacher-forced blocks at `anchors` [B, N], indices into the row -> DraftOutput. features
+        [B, S, n d], input_ids [B, S]; document_ids [B, S] (-1: padding); position_ids [B, S] restart
+        in every document. Where anchor_valid is False the numbers mean nothing."""
         shape = (*input_ids.shape, self.fc.in_features)
         require(features.shape == shape, f"features must be {shape}, got {tuple(features.shape)}")
         hidden = self.backbone(features, input_ids, anchors, document_ids, position_ids)
@@ -450,12 +414,11 @@ class DSparkDraft(nn.Module):
 
     def propose(self, anchors, position, context, g, uniforms, filters=(0.0, 0, 1.0), top=0,
                 greedy=True):
-        """Draft g tokens for R requests: the backbone once, then the heads slot by slot.
+        """Draft g tokens for R requests: the backbone once, then the heads slot by slot -> Proposal
 
         anchors, position [R]; context: per layer cached keys, values [R, G, L, e], slot index =
-        position; uniforms [R, g]; filters: temperature, top_k, top_p; top > 0: walk only the top
-        candidates of each slot, which is cheaper and lossless all the same -> Proposal
-        """
+        position; uniforms [R, g]; filters: temperature, top_k, top_p; top > 0: only the top candidates
+        of each slot are walked, which is cheaper and lossless all the same."""
         slots = torch.arange(context[0][0].shape[2], device=anchors.device).expand(len(anchors), -1)
         zero = torch.zeros_like(anchors)[:, None]  # every request is a row, so document 0
         block = (anchors[:, None], position[:, None], zero)
@@ -470,12 +433,13 @@ class DSparkDraft(nn.Module):
             base, index = base.topk(top, dim=-1)
             ids = self.draft_ids[index]
             rows = None if markov is None else markov.markov_w2.weight[index]  # [R, g, C, r]
-        prevs, tokens, q = [], [], None if greedy else base.new_zeros(
-            *base.shape[:2], len(self.embed_tokens), dtype=torch.float32)
+        q = None if greedy else base.new_zeros(*base.shape[:2], len(self.embed_tokens)).float()
+        prevs, tokens = [], []
         for k in range(g):
             logits = base[:, k]  # [R, C]
             if markov is not None:
-                bias, state = markov.step(prev, hidden[:, k], state, rows if rows is None else rows[:, k])
+                few = None if rows is None else rows[:, k]
+                bias, state = markov.step(prev, hidden[:, k], state, few)
                 logits = logits + bias  # eq. 4
             if greedy:
                 choice = logits.argmax(-1)  # [R]
@@ -507,10 +471,8 @@ class DSparkDraft(nn.Module):
 
     @classmethod
     def from_pretrained(cls, folder, target):
-        """Load a draft in speculators' format (ours) and pair it with `target`.
-
-        Raises ValueError for missing or unexpected tensors and for a target of other sizes.
-        """
+        """Load a draft in speculators' format (ours) and pair it with `target`; ValueError names
+        missing or unexpected tensors and a target of other sizes."""
         folder = pathlib.Path(folder)
         for name in ("config.json", "model.safetensors"):
             require((folder / name).is_file(), f"no draft in {folder}: {name} is missing")
@@ -528,7 +490,6 @@ class DSparkDraft(nn.Module):
         return draft.to(head.device)
 
 # -------------------------------------------------------------------- pairing and config.json
-
 QWEN3_FIELDS = ("hidden_size intermediate_size num_hidden_layers num_attention_heads vocab_size "
                 "num_key_value_heads head_dim rms_norm_eps max_position_embeddings").split()
 DSPARK_FIELDS = ("mask_token_id block_size draft_vocab_size markov_rank markov_head_type "
@@ -536,11 +497,8 @@ DSPARK_FIELDS = ("mask_token_id block_size draft_vocab_size markov_rank markov_h
                  "sliding_window_non_causal dspark_extra").split()
 
 def check_target(target):
-    """Refuse what cannot be paired, by name; return the LM head's weight [V, d].
-
-    The objective rebuilds target logits as lm_head(last hidden state): a soft cap, a logit scale
-    or a bias would break that silently, so it is tried on four tokens.
-    """
+    """-> the LM head's weight [V, d]. Training rebuilds target logits as lm_head(last hidden state):
+    a soft cap, a logit scale or a bias would break that silently, so it is tried on four tokens."""
     kind, head = type(target).__name__, target.get_output_embeddings().weight
     with torch.no_grad():
         ids = torch.arange(4, device=target.device)[None]
@@ -595,29 +553,28 @@ def read_config(raw, target):
     require(kind in ("dspark", "dflash"), "config.json: speculators_model_type must be dspark or "
             f"dflash, got {kind!r}")
     inner, fields = raw["transformer_layer_config"], dict(sliding_window_non_causal=False)
+    rows, width = target.get_input_embeddings().weight.shape
+    needs, verifier = (inner["vocab_size"], inner["hidden_size"]), raw["speculators_config"]["verifier"]
+    ids, layers = raw["aux_hidden_state_layer_ids"], target.config.num_hidden_layers
+    require(needs == (rows, width) and ids[-1] < layers, f"a draft of {verifier['name_or_path']} "
+            f"(vocabulary, hidden size {needs}, reads layer {ids[-1]}) does not fit "
+            f"{target.config._name_or_path} {(rows, width)} with {layers} layers")
     if kind == "dflash":
         fields.update(markov_rank=0, enable_confidence_head=False, sample_from_anchor=False)
     fields.update({name: inner[name] for name in QWEN3_FIELDS})
     fields.update({name: raw[name] for name in DSPARK_FIELDS if name in raw})
-    config = DSparkConfig(
-        **fields, num_target_layers=target.config.num_hidden_layers, rope_theta=rope_base(inner),
-        target_layer_ids=[k - 1 for k in raw["aux_hidden_state_layer_ids"]],
-        layer_types=inner.get("layer_types") or (), sliding_window=inner.get("sliding_window") or 0,
-        verifier=raw["speculators_config"]["verifier"])
-    ours, theirs = (config.vocab_size, config.hidden_size), target.get_input_embeddings().weight.shape
-    require(ours == theirs, f"a draft of {config.verifier.get('name_or_path')} (vocabulary, hidden "
-            f"size {ours}) does not fit {target.config._name_or_path} {tuple(theirs)}")
-    return config
+    return DSparkConfig(
+        **fields, num_target_layers=layers, rope_theta=rope_base(inner), verifier=verifier,
+        target_layer_ids=[k - 1 for k in ids], layer_types=inner.get("layer_types") or (),
+        sliding_window=inner.get("sliding_window") or 0)
 
 # ------------------------------- scheduling (sec. 3.2.2, Algorithm 1; calibration, sec. 3.2.1, too)
-
 def schedule_prefixes(confidence, steps_per_second):
     """Algorithm 1: how many drafts of each request to verify, so that tokens per second peak.
 
     confidence [R, gamma] = c_{r,j}; steps_per_second: int B -> SPS(B) -> lengths [R]. The stop at
     the first non-improvement keeps it lossless (Appendix A): whether x_k is admitted may not depend
-    on x_k, and c_{k+1} does, through W1[x_k]; a search over all lengths would look at it.
-    """
+    on x_k, and c_{k+1} does, through W1[x_k]; a search over all lengths would look at it."""
     rows = len(confidence)
     survival = confidence.double().cumprod(1)  # a_{r,j}
     # Sorted, descending; the stable sort in (j, r) order breaks ties by smaller j, then smaller r.
@@ -632,7 +589,7 @@ def schedule_prefixes(confidence, steps_per_second):
 
 def choose_lengths(schedule, confidence, g, rows, steps_per_second):
     """The schedule's decision, R lengths in a list; made, and cut, before the target runs."""
-    if schedule == "full" or isinstance(schedule, int):
+    if confidence is None or schedule == "full" or isinstance(schedule, int):
         return [g] * rows
     if schedule == "prefix":
         lengths = schedule_prefixes(confidence, steps_per_second)
@@ -643,7 +600,6 @@ def choose_lengths(schedule, confidence, g, rows, steps_per_second):
     return lengths.clamp(0, g).tolist()
 
 # ------------------------------------------------------- packed target and cache (sec. 5.3)
-
 # Where the tokens of one packed forward belong. Cache rows low..high - 1, slots below length; row
 # and position [T]; real [R, longest] marks the cells of a grid that hold a token, grid [R, longest]
 # is its packed index and cell_position [R, longest] its position.
@@ -660,11 +616,8 @@ def make_plan(low, starts, counts, device):
     return Plan(low, low + len(counts), length, *(x.to(device) for x in tensors))
 
 class RaggedCache:
-    """Keys and values [rows, G, slots, e] per layer; the slot index IS the position.
-
-    Writing is a scatter and rolling back is not writing: what lies beyond a request's committed
-    tokens is never visible, and is overwritten when its position comes.
-    """
+    """Keys and values [rows, G, slots, e] per layer; the slot index IS the position. Rolling back is
+    not writing: what lies beyond the committed tokens is never visible and gets overwritten."""
     def __init__(self, rows, slots):
         self.rows, self.slots, self.layers, self.plan = rows, slots, {}, None
 
@@ -688,9 +641,7 @@ class RaggedCache:
 def packed_attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0,
                      sliding_window=None, plan=None, **kwargs):
     """Attention function for Hugging Face models; un-packs queries just for the score product.
-
-    query [1, H, T, e]; key, value [R, G, L, e] as the cache returned them -> [1, T, H, e]
-    """
+    query [1, H, T, e]; key, value [R, G, L, e] as the cache returned them -> [1, T, H, e]"""
     unknown = {name for name, value in kwargs.items() if value is not None} - NOT_FOR_ATTENTION
     require(not unknown, f"{type(module).__name__} wants {sorted(unknown)}, unknown to packed attention")
     slot = torch.arange(plan.length, device=query.device)
@@ -717,10 +668,8 @@ def packed(target):
         target.train(training)
 
 def run_target(target, cache, layer_ids, tokens, plan, keep=0):
-    """One packed forward of any causal LM: tokens [T] -> logits [T, V], features [T, n d] or None
-
-    keep: indices of the rows whose logits are wanted (0: all). The features follow layer_ids.
-    """
+    """One packed forward of any causal LM: tokens [T] -> logits [T, V] (of the rows in keep; 0: all),
+    features [T, n d], the outputs of layer_ids (None without any)"""
     cache.plan = plan
     name = "cache" if "cache" in inspect.signature(target.forward).parameters else "past_key_values"
     out = target(input_ids=tokens[None], position_ids=plan.position[None], use_cache=True, plan=plan,
@@ -729,7 +678,6 @@ def run_target(target, cache, layer_ids, tokens, plan, keep=0):
     return out.logits[0], torch.cat(states, -1) if states else None
 
 # ------------------------------------------------------------------------------------- generate
-
 # One round as on_round sees it; lists over the live requests (requests: their Generations).
 Round = namedtuple("Round", "requests anchors drafts lengths confidence accepted next_tokens")
 PREFILL_TOKENS = 4096  # prompts join in groups of about this many tokens
@@ -785,28 +733,32 @@ def total(generations):
 
 def check_request(target, draft, prompts, max_new_tokens, schedule, steps_per_second, sampling):
     """What `generate` refuses, by name. -> prompts as lists, drafts per round"""
-    temperature, top_k, top_p, top, draft_sampling = sampling
+    temperature, top_k, top_p, top, way = sampling
     rows, limit = len(target.get_input_embeddings().weight), target.config.max_position_embeddings
     gamma, whole = draft.config.gamma if draft else 0, type(schedule) is int
-    kinds = set(getattr(target.config, "layer_types", None) or ())
-    require(kinds <= {"full_attention", "sliding_attention"}, f"{type(target).__name__}: its layers "
-            f"{sorted(kinds)} keep a state that cannot be rolled back")
-    require(min(temperature, top_k, top) >= 0 and 0 < top_p <= 1, "expected temperature, top_k, "
-            f"markov_top_k >= 0 and top_p in (0, 1], got {sampling}")
-    require(draft_sampling in ("sample", "argmax"), f"no draft_sampling {draft_sampling!r}")
-    require(type(max_new_tokens) is int and max_new_tokens >= 0, f"max_new_tokens: {max_new_tokens!r}")
-    known = schedule in ("full", "prefix") and type(schedule) is str or callable(schedule)
-    share = type(schedule) is float and 0 <= schedule <= 1
-    require(known or share or whole and 0 <= schedule <= (gamma or math.inf), "schedule must be "
-            f"'full', 'prefix', an int in 0..{gamma}, a float in [0, 1] or a callable, got {schedule!r}")
-    require(draft is None or len(draft.embed_tokens) == rows, f"draft of another target: not {rows} ids")
-    require(draft is None or draft.confidence_head is not None or whole or schedule == "full",
-            f"schedule {schedule!r} needs a draft with a confidence head")
-    require(draft is None or schedule != "prefix" or steps_per_second, "'prefix' needs steps_per_second")
+    kinds = set(getattr(target.config, "layer_types", None) or ()) - {
+        "full_attention", "sliding_attention"}
+    require(not kinds, f"{type(target).__name__}: {sorted(kinds)} layers cannot be rolled back")
+    require(min(temperature, top_k, top) >= 0 and 0 < top_p <= 1 and way in ("sample", "argmax"),
+            "expected temperature, top_k, markov_top_k >= 0, top_p in (0, 1], draft_sampling 'sample' "
+            f"or 'argmax', got {sampling}")
+    require(type(max_new_tokens) is int and max_new_tokens >= 0,
+            f"max_new_tokens must be an int >= 0, got {max_new_tokens!r}")
+    fits = callable(schedule) or type(schedule) is str and schedule in ("full", "prefix")
+    fits |= whole and 0 <= schedule <= (gamma or schedule)
+    fits |= type(schedule) is float and 0 <= schedule <= 1
+    require(fits, f"schedule must be 'full', 'prefix', an int in 0..{gamma}, a float in [0, 1] or a "
+            f"callable, got {schedule!r}")
+    if draft:
+        require(len(draft.embed_tokens) == rows, f"the draft's target has {len(draft.embed_tokens)} "
+                f"token ids, this one {rows}")
+        require(draft.confidence_head is not None or whole or schedule == "full",
+                f"schedule {schedule!r} needs a draft with a confidence head")
+        require(schedule != "prefix" or steps_per_second, "'prefix' needs steps_per_second")
     prompts = [torch.as_tensor(prompt).tolist() for prompt in prompts]
     for i, prompt in enumerate(prompts):
-        require(prompt and min(prompt) >= 0 and max(prompt) < rows, f"prompt {i}: expected token ids "
-                f"below {rows}, got {prompt}")
+        require(prompt and min(prompt) >= 0 and max(prompt) < rows,
+                f"prompt {i} must be token ids below {rows}, got {prompt}")
         require(len(prompt) + max_new_tokens + gamma <= limit, f"prompt {i}: {len(prompt)} tokens + "
                 f"{max_new_tokens} new + {gamma} drafts exceed max_position_embeddings {limit}")
     return prompts, schedule if whole and draft else gamma
@@ -816,16 +768,14 @@ def generate(target, draft, prompts, max_new_tokens, temperature=0.0, top_k=0, t
              stop_token_ids=(), schedule="full", steps_per_second=None, draft_seconds=None,
              max_concurrency=None, markov_top_k=0, draft_sampling="sample", generator=None,
              on_round=None, on_done=None):
-    """Decode all prompts, batched and lossless; draft=None is plain decoding by the same lines.
+    """Decode all prompts, batched and lossless -> one Generation per prompt, in order. draft=None is
+    plain decoding by the same lines. ValueError for bad input; the target is left as found.
 
-    prompts: 1-D LongTensors or lists. schedule: "full"; an int, drafts per round (0: plain); a
-    float, threshold on c_k; "prefix", Algorithm 1; or a callable confidence [R, gamma] -> lengths.
-    At most max_concurrency requests run at once; others join as places become free. generator
-    makes temperature > 0 repeatable; draft_sampling="argmax" proposes greedily, with one-hot q;
-    markov_top_k > 0 walks only the top candidates; on_round(Round) is called after
-    each round, on_done(Generation) when a request ends.
-    -> one Generation per prompt, in order. ValueError for bad input. The target is left as found.
-    """
+    prompts: 1-D LongTensors or lists. schedule: "full"; an int, drafts per round (0: plain); a float,
+    threshold on c_k; "prefix", Algorithm 1; or a callable confidence [R, gamma] -> lengths.
+    max_concurrency requests run at once, others join as places become free. generator: makes
+    temperature > 0 repeatable. draft_sampling "argmax": greedy proposals, one-hot q. markov_top_k > 0:
+    only the top candidates are walked. on_round(Round) after each round, on_done(Generation)."""
     filters, sampling = (temperature, top_k, top_p), (markov_top_k, draft_sampling)
     prompts, g = check_request(target, draft, prompts, max_new_tokens, schedule, steps_per_second,
                                filters + sampling)
@@ -836,6 +786,7 @@ def generate(target, draft, prompts, max_new_tokens, temperature=0.0, top_k=0, t
     device, slots = target.device, max(map(len, prompts), default=0) + max_new_tokens + g
     requests = [Generation(i, prompt, max_new_tokens, g) for i, prompt in enumerate(prompts)]
     waiting, live = deque(one for one in requests if not one.done), []
+    require(max_concurrency is None or max_concurrency > 0, f"max_concurrency {max_concurrency}")
     rows = min(max_concurrency or len(prompts), len(prompts))
     cache, context = RaggedCache(rows, slots), RaggedCache(rows, slots)  # target's, draft's
 
@@ -918,33 +869,30 @@ def generate(target, draft, prompts, max_new_tokens, temperature=0.0, top_k=0, t
     return requests
 
 class Stopwatch:
-    """Seconds spent in a `with` block: all, target (its forwards), prefill (those of prompts)."""
+    """Seconds in a `with` block: all, target (its forwards), prefill (its forwards of prompts)."""
     def __init__(self, target):
         self.target, self.seconds = target, dict(all=0.0, target=0.0, prefill=0.0)
 
-    def now(self):
+    def tick(self, name, sign):
         if self.target.device.type == "cuda":
             torch.cuda.synchronize()
-        return time.perf_counter()
+        self.seconds[name] += sign * time.perf_counter()
 
     def __enter__(self):
-        def before(module, args, kwargs):
-            self.began = self.now()
-        def after(module, args, kwargs, output):
-            kind = "prefill" if torch.is_tensor(kwargs.get("logits_to_keep")) else "target"
-            self.seconds[kind] += self.now() - self.began
-        self.hooks = [self.target.register_forward_pre_hook(before, with_kwargs=True),
-                      self.target.register_forward_hook(after, with_kwargs=True)]
-        self.start = self.now()
+        def hook(sign):
+            return lambda module, args, kwargs, *output: self.tick(
+                "prefill" if torch.is_tensor(kwargs["logits_to_keep"]) else "target", sign)
+        self.hooks = [self.target.register_forward_pre_hook(hook(-1), with_kwargs=True),
+                      self.target.register_forward_hook(hook(1), with_kwargs=True)]
+        self.tick("all", -1)
         return self.seconds
 
     def __exit__(self, *exception):
-        self.seconds["all"] = self.now() - self.start
+        self.tick("all", 1)
         for hook in self.hooks:
             hook.remove()
 
 # ------------------------------------------------------------------- try it: python dspark.py
-
 def main():
     """Figure 1 in text: a tiny random target and draft, one round after another."""
     from transformers import Qwen3Config, Qwen3ForCausalLM

@@ -22,6 +22,7 @@ import shutil
 import sys
 import time
 
+import huggingface_hub
 import tokenizers
 import torch
 import torch.nn.functional as F
@@ -66,7 +67,7 @@ def slot_labels(config, input_ids, loss_mask, anchors, anchor_valid, document_id
     predicts = slot >= config.first_slot
     return index, (fine | ~predicts).long().cumprod(-1).bool() & predicts
 
-def slot_terms(logits, target_logits, labels, draft_ids, names=("ce", "tv", "kl_div")):
+def slot_terms(logits, target_logits, labels, draft_ids, names=("ce", "tv", "kl_div"), norm=None):
     """The loss terms slot by slot, in float32: bf16 softmaxes cost up to 31 % gradient error.
 
     logits [M, K, D], target_logits [M, K, V], labels [M, K] target ids -> {name: [M, K]}: ce (eq. 9,
@@ -74,9 +75,10 @@ def slot_terms(logits, target_logits, labels, draft_ids, names=("ce", "tv", "kl_
     that eq. 10 weighs, kl_div, and accept = c* (eq. 8), which takes p_t over all of V.
     """
     log_d, scores = logits.float().log_softmax(-1), target_logits.float()
-    p_d, log_t = log_d.exp(), scores.log_softmax(-1)
-    if len(draft_ids) < scores.shape[-1]:
-        log_t = log_t[..., draft_ids]  # [M, K, D]
+    norm = scores.logsumexp(-1) if norm is None else norm  # [M, K], over all of V
+    if len(draft_ids) < scores.shape[-1]:  # not yet cut down to the draft vocabulary
+        scores = scores[..., draft_ids]  # [M, K, D]
+    p_d, log_t = log_d.exp(), scores - norm[..., None]
     terms = {"accept": torch.minimum(p_d.detach(), log_t.exp()).sum(-1)}
     log_t = log_t - log_t.logsumexp(-1, keepdim=True)  # renormalised over the draft vocabulary
     column = torch.searchsorted(draft_ids, labels).clamp(max=len(draft_ids) - 1)
@@ -100,14 +102,24 @@ class DeliverGradients(torch.autograd.Function):
     def backward(ctx, scale):
         return None, None, *(x if x is None else x * scale for x in ctx.gradients)
 
-def block_loss(draft, hidden, blocks, weights, norms):
+@torch.no_grad()
+def teacher_head(draft, states, where):
+    """The target's head cut down to the draft vocabulary, [D, d], and the normaliser of its logits
+    over all of V at `where` [M, K], computed once for each position that blocks share."""
+    head, places = draft.target_head, where.clamp(min=0).unique()
+    parts = states[places].to(head.dtype).split(256)
+    norm = torch.cat([F.linear(part, head).float().logsumexp(-1) for part in parts])
+    norm = norm[torch.searchsorted(places, where.clamp(min=0))]
+    return (head if len(draft.draft_ids) == len(head) else head[draft.draft_ids]), norm
+
+def block_loss(draft, hidden, head, blocks, weights, norms):
     """The share of M blocks in the loss (eq. 12), and their sums. hidden [M, K, d]"""
-    prev, labels, teacher, weight, supervised = blocks
+    prev, labels, teacher, norm, weight, supervised = blocks
     logits, confidence = draft.heads(hidden, prev)
     with torch.autocast(hidden.device.type, enabled=False):
-        flat = teacher.flatten(0, 1).to(draft.target_head.dtype)
-        target_logits = F.linear(flat, draft.target_head).unflatten(0, labels.shape)  # [M, K, V]
-        terms = slot_terms(logits, target_logits, labels, draft.draft_ids, tuple(weights))
+        flat = teacher.flatten(0, 1).to(head.dtype)
+        target_logits = F.linear(flat, head).unflatten(0, labels.shape)  # [M, K, D]
+        terms = slot_terms(logits, target_logits, labels, draft.draft_ids, tuple(weights), norm)
         rate = terms.pop("accept")  # c*, eq. 8
         if confidence is not None:
             terms["confidence"] = F.binary_cross_entropy_with_logits(  # eq. 11
@@ -116,10 +128,10 @@ def block_loss(draft, hidden, blocks, weights, norms):
                 for name, term in terms.items()}
     loss = sum(weights[name] * value for name, value in sums.items())
     sums = {name: value.detach() for name, value in sums.items()}
-    survival = (rate * supervised).cumprod(1) * supervised
+    survival = (rate * supervised)[:, draft.config.first_slot :].cumprod(1)
     return loss, dict(sums, rate=(rate * supervised).sum(0), tau=survival.sum())
 
-def chunked_loss(draft, hidden, blocks, weights, norms, chunk):
+def chunked_loss(draft, hidden, head, blocks, weights, norms, chunk):
     """Forward and backward one chunk of blocks at a time, on detached states; a single backward
     then runs through the backbone. Nothing is recomputed, one chunk of [K, V] tensors exists."""
     heads = [head for head in (draft.markov_head, draft.confidence_head) if head is not None]
@@ -128,7 +140,7 @@ def chunked_loss(draft, hidden, blocks, weights, norms, chunk):
     for start in range(0, len(hidden), chunk):
         part = slice(start, start + chunk)
         states = hidden[part].detach().requires_grad_()
-        share, sums = block_loss(draft, states, [x[part] for x in blocks], weights, norms)
+        share, sums = block_loss(draft, states, head, [x[part] for x in blocks], weights, norms)
         first, *rest = torch.autograd.grad(
             share, [states, *params], allow_unused=True, materialize_grads=True)
         hidden_grads.append(first)
@@ -162,11 +174,13 @@ def dspark_loss(draft, features, target_hidden, input_ids, loss_mask, anchors, a
     weight = supervised * torch.exp(-slot.clamp(min=0) / decay)
     has_id = torch.isin(labels, draft.draft_ids)  # where not, the slot leaves the CE alone
     norms = {"all": weight.sum().clamp(min=1e-8), "ce": (weight * has_id).sum().clamp(min=1e-8)}
-    blocks = (prev, labels, teacher, weight, supervised)
+    where = (row * input_ids.shape[1] + index - 1)[keep]  # [M, K]
+    head, norm = teacher_head(draft, target_hidden.flatten(0, 1), where)
+    blocks = (prev, labels, teacher, norm, weight, supervised)
     if chunk_blocks and torch.is_grad_enabled() and len(hidden):
-        loss, sums = chunked_loss(draft, hidden, blocks, weights, norms, chunk_blocks)
+        loss, sums = chunked_loss(draft, hidden, head, blocks, weights, norms, chunk_blocks)
     else:
-        loss, sums = block_loss(draft, hidden, blocks, weights, norms)
+        loss, sums = block_loss(draft, hidden, head, blocks, weights, norms)
     sums, counts = dict(sums), supervised.sum(0)
     rates, tau = sums.pop("rate") / counts.clamp(min=1), sums.pop("tau")
     metrics = {f"accept@{k + 1}": rate for k, rate in enumerate(rates[config.first_slot :])}
@@ -186,10 +200,12 @@ def read_rows(source):
     """Rows of a JSON or JSON Lines file, or of a hub data set."""
     if not source.endswith((".json", ".jsonl")):
         import datasets  # slow to import; only hub data sets need it
+        name = SHAREGPT if source == "sharegpt" else source
         try:
-            return list(datasets.load_dataset(SHAREGPT if source == "sharegpt" else source)["train"])
-        except (OSError, RuntimeError, ValueError) as error:
-            raise ValueError(NO_HUB.format(f"data set {source}")) from error
+            huggingface_hub.HfApi().dataset_info(name, timeout=5)  # fails at once where there is no hub
+            return list(datasets.load_dataset(name)["train"])
+        except Exception as error:  # the errors of the hub and of datasets share no other base
+            raise ValueError(NO_HUB.format(f"data set {name}")) from error
     require(os.path.isfile(source), f"--data {source}: no such file")
     text = pathlib.Path(source).read_text(encoding="utf-8-sig")
     lines = text.splitlines() if not text.lstrip().startswith("[") else None
@@ -725,9 +741,11 @@ def load_target(args):
         args.dtype = "bfloat16" if device == "cuda" else "float32"
     name, kind = args.verifier_name_or_path, getattr(torch, args.dtype)
     try:
+        if not os.path.isdir(name):  # ask the hub once; transformers alone would retry for a minute
+            huggingface_hub.HfApi().model_info(name, timeout=5)
         tokenizer = transformers.AutoTokenizer.from_pretrained(name)
         target = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=kind)
-    except OSError as error:
+    except Exception as error:  # the hub's and the loaders' errors share no other base
         raise ValueError(NO_HUB.format(f"model {name}")) from error
     return target.to(device).eval().requires_grad_(False), tokenizer
 
@@ -801,7 +819,6 @@ def compare(args, *rest):
         change = dict(change or {"markov_head_type": name}, save_path=f"{args.save_path}/{name}")
         if not change.get("sample_from_anchor", True):
             change["block_size"] = args.block_size + 1  # DFlash's layout: as many drafts
-            change["lr"] = args.dflash_lr or args.lr
         results[name] = train_one(argparse.Namespace(**{**vars(args), **change}), *rest)
     print(f"{'accepted length':16}{'T=0':>7}{'T=1':>7}{'x plain':>9}   acceptance after acceptance, T=1")
     for name, x in results.items():
@@ -820,8 +837,8 @@ def run(args):
     if args.tiny and not pathlib.Path(args.verifier_name_or_path).is_dir():
         args.verifier_name_or_path = str(out / "target")
         make_tiny_target(args, args.verifier_name_or_path)
-    rows = dialogues(args.max_samples, seed=1) if args.tiny else read_rows(args.data)
     target, tokenizer = load_target(args)
+    rows = dialogues(args.max_samples, seed=1) if args.tiny else read_rows(args.data)
     fresh_draft(args, target, tokenizer)  # a wrong flag ends the run here, not after the answers
     rows, prompts, texts = held_out(rows, tokenizer, args)
     (out / "prompts.json").write_text(json.dumps(texts, indent=1))
