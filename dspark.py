@@ -433,8 +433,9 @@ class DSparkDraft(nn.Module):
             base, index = base.topk(top, dim=-1)
             ids = self.draft_ids[index]
             rows = None if markov is None else markov.markov_w2.weight[index]  # [R, g, C, r]
-        q = None if greedy else base.new_zeros(*base.shape[:2], len(self.embed_tokens)).float()
-        prevs, tokens = [], []
+        q, prevs, tokens = None, [], []
+        if filters[0] > 0:
+            q = torch.zeros(*base.shape[:2], len(self.embed_tokens), device=base.device)  # [R, g, V]
         for k in range(g):
             logits = base[:, k]  # [R, C]
             if markov is not None:
@@ -443,13 +444,16 @@ class DSparkDraft(nn.Module):
                 logits = logits + bias  # eq. 4
             if greedy:
                 choice = logits.argmax(-1)  # [R]
+                q_k = torch.ones_like(choice, dtype=torch.float32)[:, None]  # all mass on one id
             else:
                 q_k = probabilities(logits, *filters)  # [R, C]
                 choice = draw(q_k, uniforms[:, k])
-                q[:, k].scatter_(1, ids[:, k], q_k)
+            token = ids[:, k].gather(1, choice[:, None])  # [R, 1] target ids, for W1 and verification
+            if q is not None:
+                q[:, k].scatter_(1, token if greedy else ids[:, k], q_k)
+            tokens.append(token[:, 0])
             prevs.append(prev)
-            prev = ids[:, k].gather(1, choice[:, None])[:, 0]  # target ids, for W1 and verification
-            tokens.append(prev)
+            prev = token[:, 0]
         confidence = self.confidence(hidden, torch.stack(prevs, 1))
         return Proposal(torch.stack(tokens, 1), q, confidence)
 

@@ -411,9 +411,9 @@ class TargetStates:
 
 class Trainer:
     """The loop and its state: draft, optimiser, place in the data."""
-    def __init__(self, draft, target, documents, args, folder):
-        self.draft, self.documents, self.args, self.folder = draft, documents, args, folder
-        self.states = TargetStates(target, draft.config.target_layer_ids, args.feature_cache_gb)
+    def __init__(self, draft, states, documents, args):
+        self.draft, self.states, self.documents, self.args = draft, states, documents, args
+        self.folder = pathlib.Path(args.save_path)
         self.optimizer = torch.optim.AdamW(draft.parameters(), lr=args.lr, weight_decay=0.0)
         self.step, self.best, self.skipped = 0, 0.0, 0
         self.steps = args.max_steps or args.epochs * -(-len(self.rows(0)) // args.batch_size)
@@ -719,7 +719,8 @@ def parser():
     add("--feature-cache-gb", type=float, default=4.0, help="target states kept between epochs")
     add = p.add_argument_group("results").add_argument
     add("--save-path", default="output", help="folder for draft, logs and checkpoints")
-    add("--compare", action="store_true", help="DFlash, vanilla, gated and rnn with equal budgets")
+    add("--compare", nargs="*", choices=HEADS, help="train several heads with equal budgets; default "
+        "all: dflash vanilla gated rnn")
     add("--checkpoint-every", type=int, default=0, help="steps between checkpoints; 0: none")
     add("--resume", action="store_true", help="go on from SAVE_PATH/checkpoints/last")
     add("--log-every", type=int, default=10, help="steps between lines of metrics.jsonl")
@@ -785,11 +786,13 @@ def held_out(rows, tokenizer, args):
             "held-out prompts; both are needed")
     return rows, prompts, [turns[-1]["content"] for turns in asked]
 
-def train_one(args, target, tokenizer, documents, prompts, draft_ids):
+def train_one(args, target, tokenizer, documents, prompts, draft_ids, states=None):
     """Train, save and decode one draft -> its results at temperature 0 and 1"""
     folder, stops = pathlib.Path(args.save_path), stop_ids(target, tokenizer)
     draft = fresh_draft(args, target, tokenizer, draft_ids)
-    trainer, ids = Trainer(draft, target, documents, args, folder), draft.config.target_layer_ids
+    ids = draft.config.target_layer_ids
+    states = states or TargetStates(target, ids, args.feature_cache_gb)
+    trainer = Trainer(draft, states, documents, args)
     if args.resume:
         trainer.resume(target)
     print(f"{folder}: {sum(p.numel() for p in draft.parameters()):,} parameters, {trainer.steps} steps, "
@@ -810,23 +813,26 @@ def train_one(args, target, tokenizer, documents, prompts, draft_ids):
     return results
 
 HEADS = {"dflash": dict(markov_rank=0, sample_from_anchor=False, enable_confidence_head=False),
-         "vanilla": {}, "gated": {}, "rnn": {}}
+         **{name: dict(markov_head_type=name) for name in ("vanilla", "gated", "rnn")}}
 
-def compare(args, *rest):
+def compare(args, target, *rest):
     """The same data and budget for every head; prints the table and returns all results."""
-    results = {}
-    for name, change in HEADS.items():
-        change = dict(change or {"markov_head_type": name}, save_path=f"{args.save_path}/{name}")
+    results, ids = {}, dspark.config_for(target, {}).target_layer_ids
+    states = TargetStates(target, args.target_layer_ids or ids, args.feature_cache_gb)
+    for name in args.compare:
+        change = dict(HEADS[name], save_path=f"{args.save_path}/{name}")
         if not change.get("sample_from_anchor", True):
             change["block_size"] = args.block_size + 1  # DFlash's layout: as many drafts
-        results[name] = train_one(argparse.Namespace(**{**vars(args), **change}), *rest)
+        one = argparse.Namespace(**{**vars(args), **change})
+        results[name] = train_one(one, target, *rest, states)
     print(f"{'accepted length':16}{'T=0':>7}{'T=1':>7}{'x plain':>9}   acceptance after acceptance, T=1")
     for name, x in results.items():
         shares = " ".join(f"{share:.2f}" for share in x["1"]["conditional_acceptance"])
         print(f"{name:16}{x['0']['accepted_length']:7.2f}{x['1']['accepted_length']:7.2f}"
               f"{x['1']['speedup']:9.2f}   {shares}")
-    for name in ("config.json", "model.safetensors"):
-        shutil.copy(f"{args.save_path}/vanilla/{name}", args.save_path)
+    best = "vanilla" if "vanilla" in results else name
+    for file in ("config.json", "model.safetensors"):
+        shutil.copy(f"{args.save_path}/{best}/{file}", args.save_path)
     return results
 
 def run(args):
@@ -852,8 +858,8 @@ def run(args):
     draft_ids = draft_vocabulary(documents, args.draft_vocab_size, stops, vocabulary)
     facts = tiny_facts(target, documents, prompts, args, stops) if args.tiny else {}
     job = (args, target, tokenizer, documents, prompts, draft_ids)
-    results = compare(*job) if args.compare else {"": train_one(*job)}
-    main_result = results.get("vanilla", results.get(""))
+    results = {"": train_one(*job)} if args.compare is None else compare(*job)
+    main_result = results.get("vanilla", [*results.values()][-1])
     record = dict(
         accepted_length={t: x["accepted_length"] for t, x in main_result.items()}, **facts,
         results=results, seconds=time.time() - started, arguments=vars(args),
@@ -866,6 +872,7 @@ def main():
     if "--tiny" in sys.argv:
         p.set_defaults(**TINY)
     args = p.parse_args()
+    args.compare = [*HEADS] if args.compare == [] else args.compare
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     try:
