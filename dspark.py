@@ -33,6 +33,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import itertools
 import json
 import math
 import os
@@ -686,6 +687,9 @@ def run_target(target, cache, layer_ids, tokens, plan, keep=0):
 Round = namedtuple("Round", "requests anchors drafts lengths confidence accepted next_tokens")
 PREFILL_TOKENS = 4096  # prompts join in groups of about this many tokens
 
+def ratio(part, whole):
+    return part / whole if whole else math.nan
+
 class Generation:
     """One request: its text, and per round how many drafts were verified and accepted."""
     def __init__(self, index, prompt, budget, gamma):
@@ -697,25 +701,19 @@ class Generation:
     rounds = property(lambda self: len(self.lengths))  # target forwards, the prefill not counted
     verified = property(lambda self: sum(self.lengths))
     accepted = property(lambda self: sum(self.accepts))
-
-    @property
-    def accepted_length(self):
-        """tau, tokens committed per round; nan without rounds."""
-        return 1 + self.accepted / self.rounds if self.rounds else math.nan
+    accepted_length = property(lambda self: 1 + ratio(self.accepted, self.rounds))  # tau
 
     @property
     def acceptance_by_position(self):
         """[gamma] share of rounds in which at least k drafts were accepted, as vLLM counts."""
-        hits = [sum(a > k for a in self.accepts) for k in range(self.gamma)]
-        return [hit / self.rounds if self.rounds else math.nan for hit in hits]
+        return [ratio(sum(a > k for a in self.accepts), self.rounds) for k in range(self.gamma)]
 
     @property
     def conditional_acceptance(self):
         """[gamma] acceptance of draft k where it was verified and those before it accepted."""
-        tried = [sum(min(n, a + 1) > k for n, a in zip(self.lengths, self.accepts))
-                 for k in range(self.gamma)]
-        hits = [sum(a > k for a in self.accepts) for k in range(self.gamma)]
-        return [hit / n if n else math.nan for hit, n in zip(hits, tried)]
+        pairs = [*zip(self.lengths, self.accepts)]
+        hits = [[a > k for n, a in pairs if min(n, a + 1) > k] for k in range(self.gamma)]
+        return [ratio(sum(hit), len(hit)) for hit in hits]
 
     def commit(self, drafts, token, origin, stops):
         """Append accepted drafts and the target's own token; cut at a stop token or the budget."""
@@ -872,29 +870,29 @@ def generate(target, draft, prompts, max_new_tokens, temperature=0.0, top_k=0, t
                     live.pop()
     return requests
 
-class Stopwatch:
-    """Seconds in a `with` block: all, target (its forwards), prefill (its forwards of prompts)."""
-    def __init__(self, target):
-        self.target, self.seconds = target, dict(all=0.0, target=0.0, prefill=0.0)
+@contextlib.contextmanager
+def stopwatch(target):
+    """Seconds of a `with` block: all, target (its forwards), prefill (its forwards of prompts)."""
+    seconds = dict.fromkeys(("all", "target", "prefill"), 0.0)
 
-    def tick(self, name, sign):
-        if self.target.device.type == "cuda":
+    def tick(name, sign):
+        if target.device.type == "cuda":
             torch.cuda.synchronize()
-        self.seconds[name] += sign * time.perf_counter()
+        seconds[name] += sign * time.perf_counter()
 
-    def __enter__(self):
-        def hook(sign):
-            return lambda module, args, kwargs, *output: self.tick(
-                "prefill" if torch.is_tensor(kwargs["logits_to_keep"]) else "target", sign)
-        self.hooks = [self.target.register_forward_pre_hook(hook(-1), with_kwargs=True),
-                      self.target.register_forward_hook(hook(1), with_kwargs=True)]
-        self.tick("all", -1)
-        return self.seconds
+    def hook(sign):
+        return lambda module, args, kwargs, *output: tick(
+            "prefill" if torch.is_tensor(kwargs["logits_to_keep"]) else "target", sign)
 
-    def __exit__(self, *exception):
-        self.tick("all", 1)
-        for hook in self.hooks:
-            hook.remove()
+    hooks = [target.register_forward_pre_hook(hook(-1), with_kwargs=True),
+             target.register_forward_hook(hook(1), with_kwargs=True)]
+    tick("all", -1)
+    try:
+        yield seconds
+    finally:
+        tick("all", 1)
+        for one in hooks:
+            one.remove()
 
 # ------------------------------------------------------------------- try it: python dspark.py
 def main():
@@ -906,21 +904,19 @@ def main():
         vocab_size=96, hidden_size=64, intermediate_size=128, num_hidden_layers=6, head_dim=16,
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512))
     draft = DSparkDraft.from_target(target, num_hidden_layers=1, block_size=5, markov_rank=8)
+    prompt = torch.randint(0, 95, (1, 8))
 
     def show(round):
-        cells = []
-        for k, (token, trust) in enumerate(zip(round.drafts[0], round.confidence[0])):
-            kept = "accepted" if k < round.accepted[0] else "rejected"
-            cells.append(f"{token:2d} ({trust:.2f}) {kept if k < round.lengths[0] else 'dropped '}")
-        print(f"anchor {round.anchors[0]:2d} | {' | '.join(cells)} | next {round.next_tokens[0]:2d}")
+        fates = ["accepted"] * round.accepted[0] + ["rejected"] * (round.lengths[0] - round.accepted[0])
+        cells = [f"{token:2} ({trust:.2f}) {fate:8}" for token, trust, fate in itertools.zip_longest(
+            round.drafts[0], round.confidence[0], fates, fillvalue="dropped")]
+        print(f"anchor {round.anchors[0]:2} | {' | '.join(cells)} | then {round.next_tokens[0]:2}")
 
-    print("Each round: the anchor, then drafts as token (confidence), kept or dropped by the schedule")
-    prompt = torch.randint(0, 95, (1, 8))
-    fast = generate(target, draft, prompt, 24, schedule=0.47, on_round=show)[0]
-    plain = generate(target, None, prompt, 24)[0]
-    print(f"{len(fast.tokens)} tokens in {fast.rounds} rounds, accepted length "
-          f"{fast.accepted_length:.2f} (a trained draft makes it long)")
-    print(f"same text as plain decoding: {fast.tokens == plain.tokens}")
+    print("Temperature 1; drafts as: token (confidence) fate. Nobody is trained, so nobody is sure.")
+    generate(target, draft, prompt, 24, temperature=1.0, schedule=0.66, on_round=show,
+             generator=torch.Generator().manual_seed(1))
+    fast, plain = (generate(target, one, prompt, 48)[0] for one in (draft, None))
+    print(f"Temperature 0, same text as plain decoding: {fast.tokens == plain.tokens}")
 
 if __name__ == "__main__":
     main()

@@ -23,7 +23,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dspark import DSparkDraft, Stopwatch, generate, total
+from dspark import DSparkDraft, generate, stopwatch, total
 
 QUESTIONS = ["Why is the sky blue?", "How far is 2 hours at 72 km/h?", "Write FizzBuzz in Python."]
 COLOURS = {"draft": "\x1b[32m{}\x1b[0m", "correction": "\x1b[33m{}\x1b[0m",
@@ -168,7 +168,7 @@ def decode(args, target, draft, prompts, stops, budget, show=lambda requests: No
         began, forwards = time.perf_counter(), forwards + 1
         show(round.requests)
         pause += time.perf_counter() - began
-    with Stopwatch(target) as seconds:
+    with stopwatch(target) as seconds:
         results = generate(
             target, draft, prompts, budget, args.temperature, args.top_k, args.top_p, stops,
             args.schedule if draft else "full", max_concurrency=args.max_concurrency,

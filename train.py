@@ -31,7 +31,7 @@ from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 
 import dspark
-from dspark import DSparkDraft, Stopwatch, generate, require, total
+from dspark import DSparkDraft, generate, require, stopwatch, total
 
 # ------------------------------------------------------------------- the objective (sec. 3.3)
 
@@ -565,7 +565,7 @@ def decode(target, draft, prompts, args, temperature, stops, draft_sampling="sam
     """Decode the prompts plainly and with the draft, through the same loop -> results, for JSON"""
     clocks, texts = [], []
     for one in (None, draft):
-        with Stopwatch(target) as seconds:
+        with stopwatch(target) as seconds:
             texts.append(generate(
                 target, one, prompts, args.eval_max_new_tokens, temperature, stop_token_ids=stops,
                 max_concurrency=args.eval_concurrency, draft_sampling=draft_sampling,
