@@ -33,7 +33,6 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-import itertools
 import json
 import math
 import os
@@ -112,8 +111,8 @@ class DSparkConfig:
 
 # -------------------------------------------------------------------- acceptance rule (sec. 2.1)
 def probabilities(logits, temperature, top_k=0, top_p=1.0):
-    """Sampling distribution [..., V] in float32; temperature, top-k, top-p, in Hugging Face's order.
-    For draft and target alike: acceptance is exact only for the distribution a token came from."""
+    """Sampling distribution [..., V] in float32: temperature, top-k, top-p, as Hugging Face orders
+    them. One for draft and target: acceptance is exact only for the very q a token came from."""
     scores = logits.float() / temperature
     if not top_k and top_p >= 1:
         return scores.softmax(-1)
@@ -134,8 +133,8 @@ def accept(tokens, lengths, q, p, uniforms):
     """The acceptance rule for R requests at once; `verify` is this for one.
 
     tokens [R, g], of which lengths [R] count, drawn from q [R, g, V]; p [R, g + 1, V]; uniforms
-    [R, g + 1] -> accepted, next_token [R]. At temperature 0 both are one-hot: then p is the target's
-    argmax [R, g + 1], which a draft must equal, and q is not needed."""
+    [R, g + 1] -> accepted, next_token [R]. At temperature 0 both are one-hot: then p is the argmax
+    [R, g + 1] of the target, which a draft must equal, and q is not needed."""
     (rows, g), greedy = tokens.shape, p.dim() == 2
     each, slot = (torch.arange(n, device=tokens.device) for n in (rows, g))
     if greedy:
@@ -173,7 +172,7 @@ def verify(draft_tokens, draft_probs, target_probs, generator=None, uniforms=Non
 def visibility(position, document, context_position, context_document, config, window=0):
     """What each slot may attend to: the one rule for training and drafting.
 
-    A slot of the block anchored at `position` sees its own block and the context rows of its document
+    A slot of the block anchored at `position` sees its own block and the context of its document
     STRICTLY before the anchor, whose target state does not exist yet when drafting. A sliding layer
     (published drafts have them) sees the last `window` of those rows, maybe its block causally.
     position, document [B, N] of the anchors; context_* [B, S] -> bool [B, N K, S + N K]"""
@@ -215,7 +214,8 @@ class Layer(nn.Module):
         linear = functools.partial(nn.Linear, bias=False)
         norm = functools.partial(nn.RMSNorm, eps=config.rms_norm_eps)
         d, wide, self.dim = config.hidden_size, config.intermediate_size, config.head_dim
-        heads, groups = (self.dim * n for n in (config.num_attention_heads, config.num_key_value_heads))
+        heads = config.num_attention_heads * self.dim
+        groups = config.num_key_value_heads * self.dim
         self.input_layernorm, self.post_attention_layernorm = norm(d), norm(d)
         self.self_attn = nn.ModuleDict(dict(
             q_proj=linear(d, heads), k_proj=linear(d, groups), v_proj=linear(d, groups),
@@ -256,8 +256,8 @@ class VanillaHead(nn.Module):
         return embedding, state
 
     def step(self, prev, hidden, state=None, w2_rows=None):
-        """One slot, for training, drafting and tests; state is None before slot 0. prev [...] target
-        ids, hidden [..., d] -> bias [..., D] (or [..., C] by w2_rows [..., C, r]), state"""
+        """One slot, for training, drafting and tests; no state before slot 0. prev [...] target
+        ids, hidden [..., d] -> bias [..., D], or [..., C] with w2_rows [..., C, r]; state"""
         latent, state = self.mix(self.markov_w1(prev), hidden, state)
         if w2_rows is None:
             return self.markov_w2(latent), state
@@ -328,7 +328,7 @@ class DSparkDraft(nn.Module):
     @classmethod
     def from_target(cls, target, draft_ids=None, markov_std=0.01, **overrides):
         """A fresh draft for a loaded causal LM; overrides are fields of DSparkConfig. draft_ids [D]
-        ascending: the draft vocabulary. mask_token_id (default: the last row) must never be text."""
+        ascending: the draft vocabulary. mask_token_id (the last row) must never occur in text."""
         head, embedding = check_target(target), target.get_input_embeddings().weight
         if draft_ids is not None:
             overrides["draft_vocab_size"] = len(draft_ids)
@@ -342,15 +342,15 @@ class DSparkDraft(nn.Module):
         return draft.to(head.device)
 
     def context_keys_values(self, features, position):
-        """H_ctx = RMSNorm(W_c [H^(l1); ...]) (eq. 2), projected for every layer: features [B, S, n d],
-        position [B, S] -> per layer keys, values [B, G, S, e]"""
+        """H_ctx = RMSNorm(W_c [H^(l1); ...]) (eq. 2), projected for every layer: features
+        [B, S, n d], position [B, S] -> per layer keys, values [B, G, S, e]"""
         context = self.hidden_norm(self.fc(features.to(self.fc.weight.dtype)))  # [B, S, d]
         rope = rotary(position, self.config.head_dim, self.config.rope_theta)
         return [layer.keys_values(context, rope) for layer in self.layers]
 
     def run_blocks(self, anchor, position, document, context, context_position, context_document):
         """Blocks [anchor, mask, mask, ...] in one parallel pass. anchor tokens, their position and
-        document [B, N]; per layer context, its position and document [B, S] -> hidden [B, N, K, d]"""
+        document [B, N]; keys and values, position, document of the context -> hidden [B, N, K, d]"""
         config, slot = self.config, torch.arange(self.config.block_size, device=position.device)
         ids = torch.where(slot == 0, anchor[..., None], config.mask_token_id)  # [B, N, K]
         x = F.embedding(ids, self.embed_tokens).flatten(1, 2).to(self.fc.weight.dtype)  # [B, NK, d]
@@ -374,8 +374,8 @@ class DSparkDraft(nn.Module):
         return self.run_blocks(*blocks, context, position_ids, document_ids)
 
     def heads(self, hidden, prev):
-        """Teacher-forced: hidden [M, K, d], prev [M, K] (the token before the one a slot predicts) ->
-        U_k + B_k [M, K, D] (eq. 4), confidence logits [M, K] or None"""
+        """Teacher-forced: hidden [M, K, d], prev [M, K] (the token before the one a slot predicts)
+        -> U_k + B_k [M, K, D] (eq. 4), confidence logits [M, K] or None"""
         logits = self.base_logits(hidden)
         if self.markov_head is not None:
             logits = logits + self.markov_head.unroll(prev, hidden)
@@ -404,22 +404,23 @@ class DSparkDraft(nn.Module):
     def forward(self, features, input_ids, anchors, anchor_valid=None, document_ids=None,
                 position_ids=None):
         """Teacher-forced blocks at `anchors` [B, N], indices into the row -> DraftOutput. features
-        [B, S, n d], input_ids [B, S]; document_ids [B, S] (-1: padding); position_ids [B, S] restart
-        in every document. Where anchor_valid is False the numbers mean nothing."""
+        [B, S, n d], input_ids [B, S]; document_ids [B, S] (-1: padding); position_ids [B, S] start
+        anew in every document. Where anchor_valid is False the numbers mean nothing."""
         shape = (*input_ids.shape, self.fc.in_features)
         require(features.shape == shape, f"features must be {shape}, got {tuple(features.shape)}")
         hidden = self.backbone(features, input_ids, anchors, document_ids, position_ids)
         prev = self.previous_tokens(input_ids, anchors)
         rows = self.heads(hidden.flatten(0, 1), prev.flatten(0, 1))
-        return DraftOutput(hidden, *(x if x is None else x.unflatten(0, anchors.shape) for x in rows))
+        rows = (x if x is None else x.unflatten(0, anchors.shape) for x in rows)
+        return DraftOutput(hidden, *rows)
 
     def propose(self, anchors, position, context, g, uniforms, filters=(0.0, 0, 1.0), top=0,
                 greedy=True):
         """Draft g tokens for R requests: the backbone once, then the heads slot by slot -> Proposal
 
         anchors, position [R]; context: per layer cached keys, values [R, G, L, e], slot index =
-        position; uniforms [R, g]; filters: temperature, top_k, top_p; top > 0: only the top candidates
-        of each slot are walked, which is cheaper and lossless all the same."""
+        position; uniforms [R, g]; filters: temperature, top_k, top_p; top > 0: only the best
+        candidates of each slot are walked, which is cheaper and lossless all the same."""
         slots = torch.arange(context[0][0].shape[2], device=anchors.device).expand(len(anchors), -1)
         zero = torch.zeros_like(anchors)[:, None]  # every request is a row, so document 0
         block = (anchors[:, None], position[:, None], zero)
@@ -436,7 +437,8 @@ class DSparkDraft(nn.Module):
             rows = None if markov is None else markov.markov_w2.weight[index]  # [R, g, C, r]
         q, prevs, tokens = None, [], []
         if filters[0] > 0:
-            q = torch.zeros(*base.shape[:2], len(self.embed_tokens), device=base.device)  # [R, g, V]
+            shape = (*base.shape[:2], len(self.embed_tokens))
+            q = torch.zeros(shape, device=base.device)  # [R, g, V]
         for k in range(g):
             logits = base[:, k]  # [R, C]
             if markov is not None:
@@ -449,7 +451,7 @@ class DSparkDraft(nn.Module):
             else:
                 q_k = probabilities(logits, *filters)  # [R, C]
                 choice = draw(q_k, uniforms[:, k])
-            token = ids[:, k].gather(1, choice[:, None])  # [R, 1] target ids, for W1 and verification
+            token = ids[:, k].gather(1, choice[:, None])  # [R, 1] target ids, for W1 and verify
             if q is not None:
                 q[:, k].scatter_(1, token if greedy else ids[:, k], q_k)
             tokens.append(token[:, 0])
@@ -502,15 +504,15 @@ DSPARK_FIELDS = ("mask_token_id block_size draft_vocab_size markov_rank markov_h
                  "sliding_window_non_causal dspark_extra").split()
 
 def check_target(target):
-    """-> the LM head's weight [V, d]. Training rebuilds target logits as lm_head(last hidden state):
-    a soft cap, a logit scale or a bias would break that silently, so it is tried on four tokens."""
+    """-> the LM head's weight [V, d]. Training rebuilds logits as lm_head(last hidden state): a
+    soft cap, a logit scale or a bias would break that silently, so it is tried on four tokens."""
     kind, head = type(target).__name__, target.get_output_embeddings().weight
     with torch.no_grad():
         ids = torch.arange(4, device=target.device)[None]
         out = target(input_ids=ids, output_hidden_states=True, use_cache=False)
         gap = F.linear(out.hidden_states[-1], head).float() - out.logits.float()
-    require(gap.abs().max() <= 0.01 * out.logits.abs().max(), f"{kind}: logits are not lm_head(last "
-            "hidden state); soft caps, logit scales and biased heads are not supported")
+    require(gap.abs().max() <= 0.01 * out.logits.abs().max(), f"{kind}: logits are not lm_head(last"
+            " hidden state); soft caps, logit scales and biased heads are not supported")
     return head
 
 def rope_base(config):
@@ -524,7 +526,8 @@ def config_for(target, overrides):
     layers, known = source["num_hidden_layers"], {f.name for f in dataclasses.fields(DSparkConfig)}
     require(set(overrides) <= known, f"DSparkConfig has no fields {sorted(set(overrides) - known)}")
     fields = {name: source.get(name) for name in QWEN3_FIELDS}
-    fields["head_dim"] = fields["head_dim"] or fields["hidden_size"] // fields["num_attention_heads"]
+    each = source["hidden_size"] // source["num_attention_heads"]
+    fields["head_dim"] = fields["head_dim"] or each
     fields.update(
         num_hidden_layers=3, num_target_layers=layers, vocab_size=rows, mask_token_id=rows - 1,
         target_layer_ids=sorted({1, layers // 2 - 1, layers - 4} & set(range(layers - 1))),
@@ -559,7 +562,8 @@ def read_config(raw, target):
             f"dflash, got {kind!r}")
     inner, fields = raw["transformer_layer_config"], dict(sliding_window_non_causal=False)
     rows, width = target.get_input_embeddings().weight.shape
-    needs, verifier = (inner["vocab_size"], inner["hidden_size"]), raw["speculators_config"]["verifier"]
+    verifier = raw["speculators_config"]["verifier"]
+    needs = (inner["vocab_size"], inner["hidden_size"])
     ids, layers = raw["aux_hidden_state_layer_ids"], target.config.num_hidden_layers
     require(needs == (rows, width) and ids[-1] < layers, f"a draft of {verifier['name_or_path']} "
             f"(vocabulary, hidden size {needs}, reads layer {ids[-1]}) does not fit "
@@ -621,8 +625,8 @@ def make_plan(low, starts, counts, device):
     return Plan(low, low + len(counts), length, *(x.to(device) for x in tensors))
 
 class RaggedCache:
-    """Keys and values [rows, G, slots, e] per layer; the slot index IS the position. Rolling back is
-    not writing: what lies beyond the committed tokens is never visible and gets overwritten."""
+    """Keys and values [rows, G, slots, e] per layer; the slot index IS the position. Rolling back
+    is not writing: what lies beyond the committed tokens is never visible and gets overwritten."""
     def __init__(self, rows, slots):
         self.rows, self.slots, self.layers, self.plan = rows, slots, {}, None
 
@@ -648,7 +652,7 @@ def packed_attention(module, query, key, value, attention_mask, scaling=None, dr
     """Attention function for Hugging Face models; un-packs queries just for the score product.
     query [1, H, T, e]; key, value [R, G, L, e] as the cache returned them -> [1, T, H, e]"""
     unknown = {name for name, value in kwargs.items() if value is not None} - NOT_FOR_ATTENTION
-    require(not unknown, f"{type(module).__name__} wants {sorted(unknown)}, unknown to packed attention")
+    require(not unknown, f"{type(module).__name__}: packed attention has no {sorted(unknown)}")
     slot = torch.arange(plan.length, device=query.device)
     mask = slot <= plan.cell_position[..., None]  # [R, longest, L]
     if sliding_window:
@@ -673,12 +677,12 @@ def packed(target):
         target.train(training)
 
 def run_target(target, cache, layer_ids, tokens, plan, keep=0):
-    """One packed forward of any causal LM: tokens [T] -> logits [T, V] (of the rows in keep; 0: all),
-    features [T, n d], the outputs of layer_ids (None without any)"""
+    """One packed forward of any causal LM: tokens [T] -> logits [T, V] (of the rows in keep; 0:
+    all), features [T, n d], the outputs of layer_ids (None without any)"""
     cache.plan = plan
     name = "cache" if "cache" in inspect.signature(target.forward).parameters else "past_key_values"
-    out = target(input_ids=tokens[None], position_ids=plan.position[None], use_cache=True, plan=plan,
-                 output_hidden_states=bool(layer_ids), logits_to_keep=keep, **{name: cache})
+    out = target(input_ids=tokens[None], position_ids=plan.position[None], logits_to_keep=keep,
+                 use_cache=True, output_hidden_states=bool(layer_ids), plan=plan, **{name: cache})
     states = [out.hidden_states[k + 1][0] for k in layer_ids]
     return out.logits[0], torch.cat(states, -1) if states else None
 
@@ -742,18 +746,18 @@ def check_request(target, draft, prompts, max_new_tokens, schedule, steps_per_se
         "full_attention", "sliding_attention"}
     require(not kinds, f"{type(target).__name__}: {sorted(kinds)} layers cannot be rolled back")
     require(min(temperature, top_k, top) >= 0 and 0 < top_p <= 1 and way in ("sample", "argmax"),
-            "expected temperature, top_k, markov_top_k >= 0, top_p in (0, 1], draft_sampling 'sample' "
-            f"or 'argmax', got {sampling}")
+            "expected temperature, top_k, markov_top_k >= 0, 0 < top_p <= 1, draft_sampling sample or "
+            f"argmax, got {sampling}")
     require(type(max_new_tokens) is int and max_new_tokens >= 0,
             f"max_new_tokens must be an int >= 0, got {max_new_tokens!r}")
     fits = callable(schedule) or type(schedule) is str and schedule in ("full", "prefix")
     fits |= whole and 0 <= schedule <= (gamma or schedule)
     fits |= type(schedule) is float and 0 <= schedule <= 1
-    require(fits, f"schedule must be 'full', 'prefix', an int in 0..{gamma}, a float in [0, 1] or a "
-            f"callable, got {schedule!r}")
+    require(fits, f"schedule must be 'full', 'prefix', an int in 0..{gamma}, a float in [0, 1] or "
+            f"a callable, got {schedule!r}")
     if draft:
-        require(len(draft.embed_tokens) == rows, f"the draft's target has {len(draft.embed_tokens)} "
-                f"token ids, this one {rows}")
+        theirs = len(draft.embed_tokens)
+        require(theirs == rows, f"the draft's target has {theirs} token ids, this one {rows}")
         require(draft.confidence_head is not None or whole or schedule == "full",
                 f"schedule {schedule!r} needs a draft with a confidence head")
         require(schedule != "prefix" or steps_per_second, "'prefix' needs steps_per_second")
@@ -761,8 +765,8 @@ def check_request(target, draft, prompts, max_new_tokens, schedule, steps_per_se
     for i, prompt in enumerate(prompts):
         require(prompt and min(prompt) >= 0 and max(prompt) < rows,
                 f"prompt {i} must be token ids below {rows}, got {prompt}")
-        require(len(prompt) + max_new_tokens + gamma <= limit, f"prompt {i}: {len(prompt)} tokens + "
-                f"{max_new_tokens} new + {gamma} drafts exceed max_position_embeddings {limit}")
+        require(len(prompt) + max_new_tokens + gamma <= limit, f"prompt {i}: {len(prompt)} tokens, "
+                f"{max_new_tokens} new, {gamma} drafts exceed max_position_embeddings {limit}")
     return prompts, schedule if whole and draft else gamma
 
 @torch.no_grad()
@@ -770,14 +774,14 @@ def generate(target, draft, prompts, max_new_tokens, temperature=0.0, top_k=0, t
              stop_token_ids=(), schedule="full", steps_per_second=None, draft_seconds=None,
              max_concurrency=None, markov_top_k=0, draft_sampling="sample", generator=None,
              on_round=None, on_done=None):
-    """Decode all prompts, batched and lossless -> one Generation per prompt, in order. draft=None is
-    plain decoding by the same lines. ValueError for bad input; the target is left as found.
+    """Decode all prompts, batched and lossless -> one Generation per prompt, in order. draft=None
+    is plain decoding by the same lines. ValueError for bad input; the target is left as found.
 
-    prompts: 1-D LongTensors or lists. schedule: "full"; an int, drafts per round (0: plain); a float,
-    threshold on c_k; "prefix", Algorithm 1; or a callable confidence [R, gamma] -> lengths.
+    prompts: 1-D LongTensors or lists. schedule: "full"; an int, drafts per round (0: plain); a
+    float, threshold on c_k; "prefix", Algorithm 1; or a callable confidence [R, gamma] -> lengths.
     max_concurrency requests run at once, others join as places become free. generator: makes
-    temperature > 0 repeatable. draft_sampling "argmax": greedy proposals, one-hot q. markov_top_k > 0:
-    only the top candidates are walked. on_round(Round) after each round, on_done(Generation)."""
+    temperature > 0 repeatable. draft_sampling "argmax": greedy proposals, one-hot q. markov_top_k:
+    walk only so many candidates. on_round(Round) after each round, on_done(Generation)."""
     filters, sampling = (temperature, top_k, top_p), (markov_top_k, draft_sampling)
     prompts, g = check_request(target, draft, prompts, max_new_tokens, schedule, steps_per_second,
                                filters + sampling)
@@ -792,16 +796,13 @@ def generate(target, draft, prompts, max_new_tokens, temperature=0.0, top_k=0, t
     rows = min(max_concurrency or len(prompts), len(prompts))
     cache, context = RaggedCache(rows, slots), RaggedCache(rows, slots)  # target's, draft's
 
-    def uniforms(count):
-        """Random numbers [R, count]; none are drawn at temperature 0."""
-        if temperature == 0:
-            return torch.zeros(len(live), count, device=device)
-        where = generator.device if generator else "cpu"
-        numbers = torch.rand(len(live), count, dtype=torch.float64, generator=generator, device=where)
-        return numbers.to(device)
+    if generator is None:
+        generator = torch.Generator()
+        generator.seed()  # the global generator is left alone
+    noise = dict(dtype=torch.float64, generator=generator, device=generator.device)
 
     def run(tokens, plan, keep=0):
-        """Target distributions (argmax at temperature 0); the draft's context takes the new rows."""
+        """Target distributions, or argmax; the draft's context takes over the new rows."""
         logits, features = run_target(target, cache, layer_ids, tokens, plan, keep)
         if layer_ids:
             context.plan = plan
@@ -823,20 +824,21 @@ def generate(target, draft, prompts, max_new_tokens, temperature=0.0, top_k=0, t
                 ids = torch.tensor([token for prompt in prompts for token in prompt], device=device)
                 last = torch.tensor([*map(len, prompts)], device=device).cumsum(0) - 1
                 p = run(ids, plan, last)  # [R, V]
-                first = p if temperature == 0 else draw(p, uniforms(1)[joined:, 0])
+                u = torch.rand(len(p), **noise).to(device)
+                first = p if temperature == 0 else draw(p, u)
                 for one, token in zip(live[joined:], first.tolist()):
                     one.commit([], token, "first", stops)
             else:
                 # 2. Draft a block for every live request.
                 anchors = torch.tensor([one.tokens[-1] for one in live], device=device)  # [R]
                 starts = [len(one.prompt) + len(one.tokens) - 1 for one in live]
-                u = uniforms(2 * g + 1)
+                u = torch.rand(len(live), 2 * g + 1, **noise).to(device)
                 drafts, confidence, q = anchors.new_zeros(len(live), 0), None, None
                 if draft:
-                    views = [context.view(layer, 0, len(live), max(starts)) for layer in context.layers]
-                    drafts, q, logits = draft.propose(
-                        anchors, torch.tensor(starts, device=device), views, g, u[:, g + 1 :],
-                        filters, markov_top_k, greedy_draft)
+                    views = [context.view(i, 0, len(live), max(starts)) for i in context.layers]
+                    where = torch.tensor(starts, device=device)
+                    drafts, q, logits = draft.propose(anchors, where, views, g, u[:, g + 1 :],
+                                                      filters, markov_top_k, greedy_draft)
                     confidence = None if logits is None else logits.float().sigmoid()
                 # 3. Schedule: what to verify is decided, and cut, before the target runs.
                 lengths = choose_lengths(schedule, confidence, g, len(live), steps_per_second)
@@ -907,12 +909,13 @@ def main():
     prompt = torch.randint(0, 95, (1, 8))
 
     def show(round):
-        fates = ["accepted"] * round.accepted[0] + ["rejected"] * (round.lengths[0] - round.accepted[0])
-        cells = [f"{token:2} ({trust:.2f}) {fate:8}" for token, trust, fate in itertools.zip_longest(
-            round.drafts[0], round.confidence[0], fates, fillvalue="dropped")]
+        (kept,), (hits,) = round.lengths, round.accepted
+        fates = ["accepted"] * hits + ["rejected"] * (kept - hits) + ["dropped"] * (5 - kept)
+        cells = [f"{token:2} ({trust:.2f}) {fate:8}" for token, trust, fate in zip(
+            round.drafts[0], round.confidence[0], fates)]
         print(f"anchor {round.anchors[0]:2} | {' | '.join(cells)} | then {round.next_tokens[0]:2}")
 
-    print("Temperature 1; drafts as: token (confidence) fate. Nobody is trained, so nobody is sure.")
+    print("Temperature 1, untrained models. Drafts as: token (confidence) fate")
     generate(target, draft, prompt, 24, temperature=1.0, schedule=0.66, on_round=show,
              generator=torch.Generator().manual_seed(1))
     fast, plain = (generate(target, one, prompt, 48)[0] for one in (draft, None))

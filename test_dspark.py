@@ -20,8 +20,8 @@ from safetensors.torch import load_file, save_file
 
 import dspark
 import train
-from dspark import (MARKOV_HEADS, DSparkConfig, DSparkDraft, stopwatch, VanillaHead, accept, draw,
-                    generate, probabilities, schedule_prefixes, total, verify, visibility)
+from dspark import (MARKOV_HEADS, DSparkConfig, DSparkDraft, VanillaHead, accept, draw, generate,
+                    probabilities, schedule_prefixes, stopwatch, total, verify, visibility)
 
 torch.set_num_threads(2)
 transformers.logging.set_verbosity_error()
@@ -273,7 +273,7 @@ def test_loss_terms_equal_speculators_by_its_formula(name):
         value += F.binary_cross_entropy_with_logits(
             out.confidence_logits[0], terms["accept"], reduction="none")
     loss = (mask * torch.exp(-slot / 4) * (slot >= 0) * value).sum() / (mask.sum() + 1e-5)
-    assert float(loss) == pytest.approx(CASES[name]["loss"], abs=1e-5)
+    assert loss.item() == pytest.approx(CASES[name]["loss"], abs=1e-5)
 
 def draft_by_hand(name, target):
     """A DeepSpec or z-lab checkpoint: tensor names as ours, another config.json."""
@@ -307,7 +307,7 @@ def test_training_forward_loss_and_gradients_equal_deepspec(name):
     assert torch.equal(labels[supervised], io["train.out.target_ids"][supervised])
     loss, _ = train.dspark_loss(draft, features, last, ids, mask, anchors, valid,
                                 loss_fn={"ce": 0.1, "tv": 1.8})
-    assert float(loss) == pytest.approx(CASES[name]["loss"], abs=1e-5)
+    assert loss.item() == pytest.approx(CASES[name]["loss"], abs=1e-5)
     norms = {key: float(grad.norm()) for key, grad in gradients(draft, loss).items()}
     assert norms == pytest.approx(CASES[name]["grad_norms"], rel=1e-3, abs=1e-6)
 
@@ -457,10 +457,13 @@ def test_save_and_load_give_the_same_draft(tmp_path, overrides):
         assert (a is None and b is None) or torch.equal(a, b)
 
 def test_config_json_writes_every_field(tmp_path):
-    """Pitfalls 15, 16, 20: loaders disagree about defaults; speculators counts layers from 1."""
-    make_draft().save_pretrained(tmp_path)
-    raw = json.loads((tmp_path / "config.json").read_text())
-    assert "model_type" not in raw and {*raw, *raw["transformer_layer_config"]} >= set(
+    """Pitfalls 15 and 16 (loaders disagree about defaults, speculators counts layers from 1), 20
+    (two spellings of RoPE's base)."""
+    target, file = make_target(rope_theta=1e6), tmp_path / "config.json"
+    make_draft(target).save_pretrained(tmp_path)
+    raw = json.loads(file.read_text())
+    inner = raw["transformer_layer_config"]
+    assert "model_type" not in raw and {*raw, *inner} >= set(
         "architectures speculators_model_type speculators_version speculators_config mask_token_id "
         "aux_hidden_state_layer_ids block_size draft_vocab_size markov_rank markov_head_type "
         "sample_from_anchor enable_confidence_head confidence_head_with_markov model_type "
@@ -470,6 +473,9 @@ def test_config_json_writes_every_field(tmp_path):
     assert raw["aux_hidden_state_layer_ids"] == [1, 3]
     assert raw["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == GAMMA
     assert raw["speculators_config"]["verifier"]["architectures"] == ["Qwen3ForCausalLM"]
+    inner["rope_theta"] = inner.pop("rope_parameters")["rope_theta"]
+    file.write_text(json.dumps(raw))
+    assert DSparkDraft.from_pretrained(tmp_path, target).config.rope_theta == 1e6
 
 def test_the_checkpoint_holds_the_draft_alone(tmp_path):
     """Pitfalls 9 (the target saved too), 17: a reduced draft adds its head and d2t as offsets."""
@@ -515,7 +521,7 @@ def test_algorithm_1_stops_at_the_first_non_improvement(case):
 
 # ------------------------------------------------------------------------- generate: greedy text
 
-SCHEDULES = ["full", 0, 1, GAMMA - 1, GAMMA, 0.0, 0.45, 0.7, 1.0, "prefix", ragged]
+SCHEDULES = ["full", 0, 1, GAMMA - 1, GAMMA, 0.45, 0.7, "prefix", ragged]
 
 @functools.cache
 def plain_text(family="Qwen3"):
@@ -548,7 +554,8 @@ def test_speculation_leaves_the_greedy_text_as_it_is(family, schedule):
 def test_an_untrained_draft_leaves_the_greedy_text_as_it_is(head):
     """Pitfall 27, with every head, both layouts, a reduced vocabulary, few candidates."""
     target, prompts, plain = make_target(), make_prompts(5), plain_text()[:5]
-    for from_anchor, ids, top in product((True, False), (None, DRAFT_IDS), (0, 3)):
+    for from_anchor, ids, top in ((True, None, 0), (False, None, 3), (True, DRAFT_IDS, 3),
+                                  (False, DRAFT_IDS, 0)):
         draft = make_draft(target, draft_ids=ids, sample_from_anchor=from_anchor, **HEADS[head])
         assert write(target, draft, prompts, 14, schedule=ragged, markov_top_k=top) == plain
 
@@ -633,7 +640,7 @@ TOY = 6
 def toy_models():
     target = make_target("Llama", TOY, mixing=1.0, hidden_size=8, intermediate_size=8, head_dim=8,
                          num_hidden_layers=2, num_attention_heads=1, num_key_value_heads=1)
-    return target, make_draft(target, 5, num_hidden_layers=1, block_size=3, markov_rank=4,
+    return target, make_draft(target, 5, num_hidden_layers=1, block_size=2, markov_rank=4,
                               target_layer_ids=[0])
 
 @torch.no_grad()
@@ -649,8 +656,8 @@ def exact_law(filters):
 def sample(filters, count, seed, **options):
     """Decode many copies of one prompt -> p-value against the law, counters of the last batch"""
     generator, counts = torch.Generator().manual_seed(seed), torch.zeros(TOY**3).double()
-    for _ in range(count // 2500):
-        out = generate(*toy_models(), [[3]] * 2500, 3, *filters, generator=generator, **options)
+    for _ in range(count // 5000):
+        out = generate(*toy_models(), [[3]] * 5000, 3, *filters, generator=generator, **options)
         index = torch.tensor([one.tokens for one in out]) @ torch.tensor([TOY**2, TOY, 1])
         counts += torch.bincount(index, minlength=TOY**3)
     return chi_square(counts, exact_law(filters) * counts.sum()), total(out)
@@ -667,7 +674,7 @@ def test_sampled_text_follows_the_targets_law(filters, options):
     p_value, counters = sample(filters, 25000, seed=12, **options)
     assert p_value > 0.001 / len(GRID)
     mean, schedule = counters.verified / counters.rounds, options.get("schedule", "full")
-    assert mean == {"full": 3, 0: 0}[schedule] if schedule in ("full", 0) else 0 < mean < 3
+    assert mean == {"full": 2, 0: 0}[schedule] if schedule in ("full", 0) else 0 < mean < 2
 
 def test_a_missing_residual_is_noticed(monkeypatch):
     """The test above can fail: after a rejection, a draw from p itself."""
@@ -795,7 +802,7 @@ def test_anchors_are_those_that_decoding_meets(count):
 
 @functools.cache
 def batch_of_two():
-    """DOCUMENTS and MASK, all usable anchors -> arguments of dspark_loss, and the target's logits"""
+    """DOCUMENTS and MASK, all usable anchors -> arguments of dspark_loss, the target's logits"""
     ids = torch.randint(0, V, (2, 24), generator=torch.Generator().manual_seed(21))
     states = [torch.zeros(2, 24, n) for n in (64, 32, V)]
     positions = torch.tensor([[*range(10), *range(10), *[0] * 4], [*range(24)]])

@@ -1,8 +1,8 @@
 """Train a DSpark draft: conversations in, checkpoint out (arXiv 2607.05147, sec. 3.3).
 
     conversations -> the target's chat template -> the target's OWN answers (its words are what the
-    draft must guess) -> hidden states of the frozen target, computed online -> random anchors -> the
-    loss of eq. 9-12 -> held-out prompts, decoded for real -> checkpoint
+    draft must guess) -> hidden states of the frozen target, computed online -> random anchors ->
+    the loss of eq. 9-12 -> held-out prompts, decoded for real -> checkpoint
 
     python train.py --tiny      no download: synthetic dialogues, done in about three minutes
     python train.py             Qwen3-0.6B on ShareGPT
@@ -54,8 +54,8 @@ def slot_labels(config, input_ids, loss_mask, anchors, anchor_valid, document_id
     """Which token each slot predicts, and whether it is supervised: that token must be an assistant
     token of the anchor's document, and so must those of all predicting slots before it.
 
-    Assistant span 8..39, block 4, anchor 37, sampling from the anchor: the slots predict 38, 39, 40,
-    41 -> supervised [1, 1, 0, 0].   -> index [B, N, K], supervised bool [B, N, K]
+    Assistant span 8..39, block 4, anchor 37, sampling from the anchor: the slots predict 38, 39,
+    40, 41 -> supervised [1, 1, 0, 0].   -> index [B, N, K], supervised bool [B, N, K]
     """
     slot, last = torch.arange(config.block_size, device=anchors.device), input_ids.shape[1] - 1
     index = anchors[..., None] + slot + 1 - config.first_slot  # [B, N, K]
@@ -70,9 +70,10 @@ def slot_labels(config, input_ids, loss_mask, anchors, anchor_valid, document_id
 def slot_terms(logits, target_logits, labels, draft_ids, names=("ce", "tv", "kl_div"), norm=None):
     """The loss terms slot by slot, in float32: bf16 softmaxes cost up to 31 % gradient error.
 
-    logits [M, K, D], target_logits [M, K, V], labels [M, K] target ids -> {name: [M, K]}: ce (eq. 9,
-    0 where the true token has no draft id), tv = 1 - sum min(p_d, p_t), which is half the L1 distance
-    that eq. 10 weighs, kl_div, and accept = c* (eq. 8), which takes p_t over all of V.
+    logits [M, K, D], target_logits [M, K, V] (or [M, K, D] with norm, their logsumexp over V),
+    labels [M, K] target ids -> {name: [M, K]}: ce (eq. 9; 0 where the true token has no draft id),
+    tv = 1 - sum min(p_d, p_t), half the L1 distance that eq. 10 weighs, kl_div, and accept = c*
+    (eq. 8), which takes p_t over all of V.
     """
     log_d, scores = logits.float().log_softmax(-1), target_logits.float()
     norm = scores.logsumexp(-1) if norm is None else norm  # [M, K], over all of V
@@ -190,11 +191,11 @@ def dspark_loss(draft, features, target_hidden, input_ids, loss_mask, anchors, a
 # ------------------------------------------------------------------ conversations and answers
 
 ROLES = {"human": "user", "user": "user", "system": "system", "tool": "tool", "observation": "tool",
-         "function": "tool", **dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "bard", "model"),
-                                             "assistant")}
+         "function": "tool", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
+         "bing": "assistant", "bard": "assistant", "model": "assistant"}
 SHAREGPT = "Aeala/ShareGPT_Vicuna_unfiltered"
-NO_HUB = ("{} cannot be had from the model hub. Without one, try `python train.py --tiny` (no download) "
-          "or give local files: --verifier-name-or-path FOLDER --data FILE.json")
+NO_HUB = ("{} cannot be had from the model hub. Without one, try `python train.py --tiny` (no "
+          "download) or give local files: --verifier-name-or-path FOLDER --data FILE.json")
 
 def read_rows(source):
     """Rows of a JSON or JSON Lines file, or of a hub data set."""
@@ -202,7 +203,7 @@ def read_rows(source):
         import datasets  # slow to import; only hub data sets need it
         name = SHAREGPT if source == "sharegpt" else source
         try:
-            huggingface_hub.HfApi().dataset_info(name, timeout=5)  # fails at once where there is no hub
+            huggingface_hub.HfApi().dataset_info(name, timeout=5)  # no hub: fails at once
             return list(datasets.load_dataset(name)["train"])
         except Exception as error:  # the errors of the hub and of datasets share no other base
             raise ValueError(NO_HUB.format(f"data set {name}")) from error
@@ -212,7 +213,7 @@ def read_rows(source):
     return json.loads(text) if lines is None else [json.loads(x) for x in lines if x.strip()]
 
 def conversation(row):
-    """A row in ShareGPT's, OpenAI's or the prompt spelling -> [{role, content}]; ValueError: why not"""
+    """A row in ShareGPT's, OpenAI's or prompt spelling -> [{role, content}]; ValueError: why not"""
     require(isinstance(row, dict), "row is not an object")
     turns = row.get("conversations") or row.get("messages")
     if "turns" in row or "prompt" in row:
@@ -226,7 +227,7 @@ def conversation(row):
         role, text = turn.get("from", turn.get("role")), turn.get("value", turn.get("content"))
         require(isinstance(text, str), "text is missing or not a string")
         require(role in ROLES, f"unknown role {role!r}")
-        if found or ROLES[role] != "assistant":  # ShareGPT is cut anywhere: no answer without question
+        if found or ROLES[role] != "assistant":  # an answer without its question is dropped
             found.append({"role": ROLES[role], "content": text})
     require(any(turn["role"] == "user" for turn in found), "no user turn")
     return found
@@ -285,7 +286,7 @@ def target_pairs(talks, target, tokenizer, args, skipped):
             text = tokenizer.decode(answer, skip_special_tokens=True)
             said.append({"role": "assistant", "content": text})
         talks = [(left, said) for left, said in asked if any(x["role"] == "user" for x in left)]
-    print(f"{cuts} answers were cut at {args.answer_max_new_tokens} tokens: no end of turn is taught there")
+    print(f"{cuts} answers were cut at {args.answer_max_new_tokens} tokens: no end of turn there")
 
 def sampling_of(target, args):
     """How the target's answers are drawn: by its generation_config, else at temperature 1."""
@@ -299,7 +300,8 @@ def sampling_of(target, args):
 def write_answers(target, prompts, stops, args):
     """The target's answers in packed batches. Each is kept on disk under a hash of all that decides
     it, as soon as it is complete: a run that was killed goes on where it stopped."""
-    path, sampling = pathlib.Path(args.answer_file or args.save_path + "/answers.jsonl"), sampling_of(target, args)
+    path = pathlib.Path(args.answer_file or args.save_path + "/answers.jsonl")
+    sampling = sampling_of(target, args)
     salt = (target.config._name_or_path, sampling, args.answer_max_new_tokens, args.seed)
     keys = [hashlib.sha256(repr((salt, prompt)).encode()).hexdigest()[:24] for prompt in prompts]
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -394,7 +396,8 @@ class TargetStates:
         ids = torch.tensor(sum((x["ids"] for x in row), []), device=self.target.device)
         with dspark.packed(self.target):
             cache = dspark.RaggedCache(len(row), max(counts))
-            _, states = dspark.run_target(self.target, cache, self.layer_ids, ids, plan, ids[:1] * 0)
+            first = ids[:1] * 0  # the logits of one row: they are not needed
+            _, states = dspark.run_target(self.target, cache, self.layer_ids, ids, plan, first)
         return states.split(counts)
 
     def __call__(self, row):
@@ -451,7 +454,8 @@ class Trainer:
         with torch.autocast(device.type, torch.bfloat16, enabled=args.dtype == "bfloat16"):
             return dspark_loss(
                 self.draft, *self.states(row), ids, mask, anchors, valid, numbers, position,
-                args.loss_fn, args.dflash_decay_gamma, args.confidence_head_alpha, args.chunk_blocks)
+                args.loss_fn, args.dflash_decay_gamma, args.confidence_head_alpha,
+                args.chunk_blocks)
 
     def update(self, epoch, rows):
         """One optimiser step over the rows -> mean metrics, or None without any anchor"""
@@ -499,7 +503,7 @@ class Trainer:
                     bar.set_postfix(loss=f"{metrics['loss']:.3f}", tau=f"{metrics['tau']:.2f}")
                 if args.eval_every and self.step % args.eval_every == 0:
                     length = evaluate(self.draft)
-                    tqdm.write(f"step {self.step}: accepted length {length:.2f} on held-out prompts")
+                    tqdm.write(f"step {self.step}: accepted length {length:.2f} on held-out text")
                     if length > self.best:
                         self.best = length
                         self.save("best")
@@ -543,7 +547,7 @@ class Trainer:
 
 def run_key(args):
     """What must not change between a run and its continuation."""
-    loose = {"resume", "save_path", "checkpoint_every", "log_every", "eval_every", "feature_cache_gb"}
+    loose = "resume save_path checkpoint_every log_every eval_every feature_cache_gb".split()
     return {name: value for name, value in vars(args).items() if name not in loose}
 
 def init_from_target(draft, target):
@@ -552,14 +556,14 @@ def init_from_target(draft, target):
     for layer, source in zip(draft.layers, sources):
         own, theirs = layer.state_dict(), source.state_dict()
         same = {k: v for k, v in theirs.items() if k in own and own[k].shape == v.shape}
-        layer.load_state_dict(same, strict=False)  # Llama has no q_norm and k_norm: they stay at one
+        layer.load_state_dict(same, strict=False)  # Llama has no q_norm, k_norm: they stay one
     with torch.no_grad():
         draft.fc.weight.zero_()
         draft.fc.weight[:, -len(draft.fc.weight) :].fill_diagonal_(1)
         draft.hidden_norm.weight.copy_(sources[0].input_layernorm.weight)
         draft.norm.weight.copy_(target.base_model.norm.weight)
 
-# ------------------------------------------------------- evaluation: held-out prompts, decoded for real
+# ------------------------------------------------ evaluation: held-out prompts, decoded for real
 
 def decode(target, draft, prompts, args, temperature, stops, draft_sampling="sample"):
     """Decode the prompts plainly and with the draft, through the same loop -> results, for JSON"""
@@ -592,7 +596,8 @@ class BigramDraft:
         pairs = torch.tensor([pair for x in documents for pair in zip(x["ids"], x["ids"][1:])])
         counts = torch.bincount(pairs[:, 0] * size + pairs[:, 1], minlength=size * size)
         self.embed_tokens = self.logits = (counts.view(size, size) + 0.01).log()
-        self.config, self.confidence_head = argparse.Namespace(gamma=gamma, target_layer_ids=()), None
+        self.config = argparse.Namespace(gamma=gamma, target_layer_ids=())
+        self.confidence_head = None
 
     def propose(self, anchors, position, context, g, uniforms, filters, top, greedy):
         tokens, q = [anchors], []
@@ -603,10 +608,11 @@ class BigramDraft:
 
 # ------------------------------------------------------------ --tiny: a language made on the spot
 
-TINY = dict(save_path="output/tiny", block_size=7, num_layers=2, target_layer_ids=[0, 4, 6],
-            draft_vocab_size=0, markov_rank=64, markov_std=0.1, lr=5e-3, max_steps=500, max_anchors=96,
-            total_seq_len=1280, loss_fn={"kl_div": 0.5, "tv": 1.0}, max_samples=1024, log_every=20,
-            answer_max_new_tokens=110, answer_batch=128, eval_max_new_tokens=110, chunk_blocks=0)
+TINY = dict(
+    save_path="output/tiny", block_size=7, num_layers=2, target_layer_ids=[0, 4, 6], lr=5e-3,
+    draft_vocab_size=0, markov_rank=64, markov_std=0.1, max_steps=500, max_anchors=96, chunk_blocks=0,
+    total_seq_len=1280, loss_fn={"kl_div": 0.5, "tv": 1.0}, max_samples=1024, log_every=20,
+    answer_max_new_tokens=110, answer_batch=128, eval_max_new_tokens=110)
 CHATML = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
           "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
 
@@ -661,11 +667,12 @@ def tiny_facts(target, documents, prompts, args, stops):
         hidden = states.compute([document])[0][document["start"] - 1 : -1]
         log_p = F.linear(hidden, head).log_softmax(-1)
         entropies.append(-(log_p.exp() * log_p).sum(-1))
-    bigram = decode(target, BigramDraft(documents, target, args.block_size), prompts, args, 1.0, stops)
+    bigram = BigramDraft(documents, target, args.block_size)
+    bigram = decode(target, bigram, prompts, args, 1.0, stops)
     facts = dict(entropy_per_token=float(torch.cat(entropies).mean()),
                  bigram_accepted_length=bigram["accepted_length"])
-    print(f"SYNTHETIC data: entropy {facts['entropy_per_token']:.2f} nats per token; a plain bigram "
-          f"drafter reaches accepted length {bigram['accepted_length']:.2f} at temperature 1")
+    print(f"SYNTHETIC data: entropy {facts['entropy_per_token']:.2f} nats per token; a plain bigram"
+          f" drafter reaches accepted length {bigram['accepted_length']:.2f} at temperature 1")
     return facts
 
 # ------------------------------------------------------------------------------- the command line
@@ -676,12 +683,12 @@ def parser():
     p.error = lambda message: stop(message)
     switch = dict(action=argparse.BooleanOptionalAction)
     add = p.add_argument_group("data").add_argument
-    add("--tiny", action="store_true", help="no download: synthetic dialogues, a target made on the spot")
+    add("--tiny", action="store_true", help="no download: synthetic dialogues and target")
     add("--verifier-name-or-path", default="Qwen/Qwen3-0.6B", help="the target: hub id or folder")
     add("--data", default="sharegpt", help="sharegpt, FILE.json, FILE.jsonl or a hub data set")
     add("--eval-data", help="file with held-out prompts; else rows of --data are held out")
     add("--max-samples", type=int, default=5000, help="conversations used at most")
-    add("--responses", choices=["target", "dataset"], default="target", help="whose answers to train on")
+    add("--responses", choices=["target", "dataset"], default="target", help="whose answers to use")
     add("--answer-max-new-tokens", type=int, default=1024, help="budget of an answer by the target")
     add("--answer-temperature", type=float, help="default: the target's generation_config, else 1")
     add("--answer-batch", type=int, default=32, help="answers written at a time")
@@ -695,7 +702,7 @@ def parser():
         "(speculators' ids minus 1); default 1, L//2 - 1, L - 4")
     add("--draft-vocab-size", type=int, default=32000, help="the most frequent ids; 0: all")
     add("--mask-token-id", type=int, help="an id that no text uses; default: a spare embedding row")
-    add("--sample-from-anchor", **switch, default=True, help="the anchor's slot predicts a token too")
+    add("--sample-from-anchor", **switch, default=True, help="the anchor's slot predicts too")
     add("--markov-rank", type=int, default=256, help="rank of the Markov head; 0: pure DFlash")
     add("--markov-head-type", default="vanilla", help="vanilla, gated or rnn")
     add("--markov-std", type=float, default=0.01, help="spread of the fresh W1")
@@ -704,7 +711,7 @@ def parser():
     add("--init-from-target", **switch, default=False, help="start from the target's last layers")
     add("--from-pretrained", help="start from this draft; its shape wins over these flags")
     add = p.add_argument_group("optimisation").add_argument
-    add("--loss-fn", type=json.loads, default='{"ce": 0.1, "tv": 0.9}', help="weights of ce, tv, kl_div")
+    add("--loss-fn", type=json.loads, default='{"ce": 0.1, "tv": 0.9}', help="of ce, tv, kl_div")
     add("--confidence-head-alpha", type=float, default=1.0, help="weight of the confidence loss")
     add("--dflash-decay-gamma", type=float, default=4.0, help="slot i weighs exp(-i / this)")
     add("--chunk-blocks", type=int, default=16, help="blocks whose logits exist at a time; 0: all")
@@ -715,11 +722,11 @@ def parser():
     add("--total-seq-len", type=int, default=4096, help="tokens of a row of packed documents")
     add("--batch-size", type=int, default=1, help="rows per step, one after another")
     add("--seed", type=int, default=0, help="seed of every random draw")
-    add("--dtype", choices=["auto", "float32", "bfloat16"], default="auto", help="auto: bfloat16 on CUDA")
+    add("--dtype", choices=["auto", "float32", "bfloat16"], default="auto", help="bfloat16 on CUDA")
     add("--feature-cache-gb", type=float, default=4.0, help="target states kept between epochs")
     add = p.add_argument_group("results").add_argument
     add("--save-path", default="output", help="folder for draft, logs and checkpoints")
-    add("--compare", nargs="*", choices=HEADS, help="train several heads with equal budgets; default "
+    add("--compare", nargs="*", choices=HEADS, help="several heads with equal budgets; without names "
         "all: dflash vanilla gated rnn")
     add("--checkpoint-every", type=int, default=0, help="steps between checkpoints; 0: none")
     add("--resume", action="store_true", help="go on from SAVE_PATH/checkpoints/last")
@@ -782,8 +789,8 @@ def held_out(rows, tokenizer, args):
     asked = [conversation(row) for row in held]
     asked = [turns[: [turn["role"] for turn in turns].index("user") + 1] for turns in asked]
     prompts = [render(tokenizer, turns, args.enable_thinking) for turns in asked]
-    require(rows and prompts, f"--data {args.data}: {len(rows)} rows to train on and {len(prompts)} "
-            "held-out prompts; both are needed")
+    require(rows and prompts, f"--data {args.data}: got {len(rows)} rows to train on and "
+            f"{len(prompts)} held-out prompts; both are needed")
     return rows, prompts, [turns[-1]["content"] for turns in asked]
 
 def train_one(args, target, tokenizer, documents, prompts, draft_ids, states=None):
@@ -795,9 +802,10 @@ def train_one(args, target, tokenizer, documents, prompts, draft_ids, states=Non
     trainer = Trainer(draft, states, documents, args)
     if args.resume:
         trainer.resume(target)
-    print(f"{folder}: {sum(p.numel() for p in draft.parameters()):,} parameters, {trainer.steps} steps, "
-          f"gamma {draft.config.gamma}, reads layers {ids} (speculators: {[k + 1 for k in ids]})")
-    trainer.run(lambda draft: decode(target, draft, prompts[:8], args, 0.0, stops)["accepted_length"])
+    print(f"{folder}: {sum(p.numel() for p in draft.parameters()):,} parameters, {trainer.steps} "
+          f"steps, gamma {draft.config.gamma}, reads layers {ids} (speculators: {[k + 1 for k in ids]})")
+    few = (prompts[:8], args, 0.0, stops)
+    trainer.run(lambda draft: decode(target, draft, *few)["accepted_length"])
     draft.config.dspark_extra = {"enable_thinking": args.enable_thinking, "steps": trainer.step}
     draft.save_pretrained(folder)
     results = {}
@@ -808,8 +816,8 @@ def train_one(args, target, tokenizer, documents, prompts, draft_ids, states=Non
         best = max(tries, key=lambda result: result["accepted_length"])
         results[f"{temperature:g}"] = best
         print(f"temperature {temperature:g}: accepted length {best['accepted_length']:.2f}, "
-              f"{best['tokens_per_second']['speculative']:.0f} tokens/s, {best['speedup']:.2f} times plain "
-              f"decoding ({len(prompts)} held-out prompts, proposals: {best['draft_sampling']})")
+              f"{best['tokens_per_second']['speculative']:.0f} tokens/s, {best['speedup']:.2f} times "
+              f"plain decoding ({len(prompts)} held-out prompts, proposals: {best['draft_sampling']})")
     return results
 
 HEADS = {"dflash": dict(markov_rank=0, sample_from_anchor=False, enable_confidence_head=False),
@@ -825,7 +833,7 @@ def compare(args, target, *rest):
             change["block_size"] = args.block_size + 1  # DFlash's layout: as many drafts
         one = argparse.Namespace(**{**vars(args), **change})
         results[name] = train_one(one, target, *rest, states)
-    print(f"{'accepted length':16}{'T=0':>7}{'T=1':>7}{'x plain':>9}   acceptance after acceptance, T=1")
+    print(f"{'accepted length':16}{'T=0':>7}{'T=1':>7}{'x plain':>9}   draft k after k - 1, T=1")
     for name, x in results.items():
         shares = " ".join(f"{share:.2f}" for share in x["1"]["conditional_acceptance"])
         print(f"{name:16}{x['0']['accepted_length']:7.2f}{x['1']['accepted_length']:7.2f}"
@@ -865,7 +873,8 @@ def run(args):
         results=results, seconds=time.time() - started, arguments=vars(args),
         versions=dict(torch=torch.__version__, transformers=transformers.__version__))
     (out / "results.json").write_text(json.dumps(record, indent=1))
-    print(f"saved in {out} after {time.time() - started:.0f} s; next: python serve_demo.py --draft {out}")
+    print(f"saved in {out} after {time.time() - started:.0f} s; next: "
+          f"python serve_demo.py --draft {out}")
 
 def main():
     p = parser()
