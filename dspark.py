@@ -350,7 +350,7 @@ class DSparkDraft(nn.Module):
 
     def run_blocks(self, anchor, position, document, context, context_position, context_document):
         """Blocks [anchor, mask, mask, ...] in one parallel pass. anchor tokens, their position and
-        document [B, N]; keys and values, position, document of the context -> hidden [B, N, K, d]"""
+        document [B, N]; keys and values, position, document of context -> hidden [B, N, K, d]"""
         config, slot = self.config, torch.arange(self.config.block_size, device=position.device)
         ids = torch.where(slot == 0, anchor[..., None], config.mask_token_id)  # [B, N, K]
         x = F.embedding(ids, self.embed_tokens).flatten(1, 2).to(self.fc.weight.dtype)  # [B, NK, d]
@@ -746,8 +746,8 @@ def check_request(target, draft, prompts, max_new_tokens, schedule, steps_per_se
         "full_attention", "sliding_attention"}
     require(not kinds, f"{type(target).__name__}: {sorted(kinds)} layers cannot be rolled back")
     require(min(temperature, top_k, top) >= 0 and 0 < top_p <= 1 and way in ("sample", "argmax"),
-            "expected temperature, top_k, markov_top_k >= 0, 0 < top_p <= 1, draft_sampling sample or "
-            f"argmax, got {sampling}")
+            "expected temperature, top_k, markov_top_k >= 0, 0 < top_p <= 1, draft_sampling sample "
+            f"or argmax, got {sampling}")
     require(type(max_new_tokens) is int and max_new_tokens >= 0,
             f"max_new_tokens must be an int >= 0, got {max_new_tokens!r}")
     fits = callable(schedule) or type(schedule) is str and schedule in ("full", "prefix")

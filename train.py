@@ -610,8 +610,8 @@ class BigramDraft:
 
 TINY = dict(
     save_path="output/tiny", block_size=7, num_layers=2, target_layer_ids=[0, 4, 6], lr=5e-3,
-    draft_vocab_size=0, markov_rank=64, markov_std=0.1, max_steps=500, max_anchors=96, chunk_blocks=0,
-    total_seq_len=1280, loss_fn={"kl_div": 0.5, "tv": 1.0}, max_samples=1024, log_every=20,
+    draft_vocab_size=0, markov_rank=64, markov_std=0.1, max_steps=500, max_anchors=96,
+    chunk_blocks=0, total_seq_len=1280, loss_fn={"kl_div": 0.5, "tv": 1.0}, max_samples=1024, log_every=20,
     answer_max_new_tokens=110, answer_batch=128, eval_max_new_tokens=110)
 CHATML = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
           "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
@@ -726,8 +726,8 @@ def parser():
     add("--feature-cache-gb", type=float, default=4.0, help="target states kept between epochs")
     add = p.add_argument_group("results").add_argument
     add("--save-path", default="output", help="folder for draft, logs and checkpoints")
-    add("--compare", nargs="*", choices=HEADS, help="several heads with equal budgets; without names "
-        "all: dflash vanilla gated rnn")
+    add("--compare", nargs="*", choices=HEADS, help="several heads, equal budgets; no names: all, "
+        "that is dflash vanilla gated rnn")
     add("--checkpoint-every", type=int, default=0, help="steps between checkpoints; 0: none")
     add("--resume", action="store_true", help="go on from SAVE_PATH/checkpoints/last")
     add("--log-every", type=int, default=10, help="steps between lines of metrics.jsonl")
@@ -803,7 +803,8 @@ def train_one(args, target, tokenizer, documents, prompts, draft_ids, states=Non
     if args.resume:
         trainer.resume(target)
     print(f"{folder}: {sum(p.numel() for p in draft.parameters()):,} parameters, {trainer.steps} "
-          f"steps, gamma {draft.config.gamma}, reads layers {ids} (speculators: {[k + 1 for k in ids]})")
+          f"steps, gamma {draft.config.gamma}, reads layers {ids} (speculators: "
+          f"{[k + 1 for k in ids]})")
     few = (prompts[:8], args, 0.0, stops)
     trainer.run(lambda draft: decode(target, draft, *few)["accepted_length"])
     draft.config.dspark_extra = {"enable_thinking": args.enable_thinking, "steps": trainer.step}
@@ -815,9 +816,10 @@ def train_one(args, target, tokenizer, documents, prompts, draft_ids, states=Non
         tries = [decode(target, draft, prompts, args, temperature, stops, way) for way in ways]
         best = max(tries, key=lambda result: result["accepted_length"])
         results[f"{temperature:g}"] = best
-        print(f"temperature {temperature:g}: accepted length {best['accepted_length']:.2f}, "
-              f"{best['tokens_per_second']['speculative']:.0f} tokens/s, {best['speedup']:.2f} times "
-              f"plain decoding ({len(prompts)} held-out prompts, proposals: {best['draft_sampling']})")
+        rate = best["tokens_per_second"]["speculative"]
+        print(f"temperature {temperature:g}: accepted length {best['accepted_length']:.2f}, {rate:.0f} "
+              f"tokens/s, {best['speedup']:.2f} times plain decoding ({len(prompts)} held-out "
+              f"prompts, proposals: {best['draft_sampling']})")
     return results
 
 HEADS = {"dflash": dict(markov_rank=0, sample_from_anchor=False, enable_confidence_head=False),
