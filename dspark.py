@@ -119,8 +119,9 @@ def probabilities(logits, temperature, top_k=0, top_p=1.0):
     width = min(top_k or scores.shape[-1], scores.shape[-1])
     values, ids = scores.topk(width, dim=-1)  # sorted, but only what top-k leaves
     probs = values.softmax(-1)
-    mass_above = probs.cumsum(-1) - probs
-    probs = probs * (mass_above < top_p)
+    if top_p < 1:
+        mass_above = probs.cumsum(-1) - probs
+        probs = probs * (mass_above < top_p)
     return torch.zeros_like(scores).scatter(-1, ids, probs / probs.sum(-1, keepdim=True))
 
 def draw(weights, uniform):
