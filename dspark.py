@@ -741,7 +741,10 @@ def total(generations):
 def check_request(target, draft, prompts, max_new_tokens, schedule, steps_per_second, sampling):
     """What `generate` refuses, by name. -> prompts as lists, drafts per round"""
     temperature, top_k, top_p, top, way = sampling
-    rows, limit = len(target.get_input_embeddings().weight), target.config.max_position_embeddings
+    rows = len(target.get_input_embeddings().weight)
+    limit = getattr(target.config, "max_position_embeddings", math.inf)
+    require(hasattr(target.config, "num_attention_heads"), f"{type(target).__name__}: layers without "
+            "attention cannot be rolled back")
     gamma, whole = draft.config.gamma if draft else 0, type(schedule) is int
     kinds = set(getattr(target.config, "layer_types", None) or ()) - {
         "full_attention", "sliding_attention"}
