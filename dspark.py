@@ -743,7 +743,7 @@ def check_request(target, draft, prompts, max_new_tokens, schedule, steps_per_se
     temperature, top_k, top_p, top, way = sampling
     rows = len(target.get_input_embeddings().weight)
     limit = getattr(target.config, "max_position_embeddings", math.inf)
-    require(hasattr(target.config, "num_attention_heads"), f"{type(target).__name__}: layers without "
+    require(target.config.model_type != "rwkv", f"{type(target).__name__}: layers without "
             "attention cannot be rolled back")
     gamma, whole = draft.config.gamma if draft else 0, type(schedule) is int
     kinds = set(getattr(target.config, "layer_types", None) or ()) - {
