@@ -528,7 +528,7 @@ SCHEDULES = ["full", 0, 1, GAMMA - 1, GAMMA, 0.45, 0.7, "prefix", ragged]
 
 @functools.cache
 def plain_text(family="Qwen3"):
-    return write(family_target(family), None, make_prompts(16), 14)
+    return write(family_target(family), None, make_prompts(16), 11)
 
 @each("family", FAMILIES)
 def test_plain_decoding_equals_hugging_face(family):
@@ -536,7 +536,7 @@ def test_plain_decoding_equals_hugging_face(family):
     for prompt, text in [*zip(make_prompts(16), plain_text(family))][:6]:
         ids = torch.tensor([prompt])
         out = family_target(family).generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=14, do_sample=False)
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=11, do_sample=False)
         assert out[0, len(prompt) :].tolist() == text
     assert len(set(map(tuple, plain_text(family)))) > 12
 
@@ -546,7 +546,7 @@ def test_speculation_leaves_the_greedy_text_as_it_is(family, schedule):
     """Pitfalls 27 (first draft unverified, stale context), 28 (leaks between requests): a draft
     that is right half the time; 16 requests at once, 6 in three places, 1 alone."""
     decode = functools.partial(generate, family_target(family), guess_half(family_target(family)),
-                               max_new_tokens=14, schedule=schedule, steps_per_second=cost)
+                               max_new_tokens=11, schedule=schedule, steps_per_second=cost)
     for part, places in ((slice(16), None), (slice(6), 3), (slice(9, 10), 1)):
         out = decode(prompts=make_prompts(16)[part], max_concurrency=places)
         assert [one.tokens for one in out] == plain_text(family)[part]
@@ -560,7 +560,7 @@ def test_an_untrained_draft_leaves_the_greedy_text_as_it_is(head):
     for from_anchor, ids, top in ((True, None, 0), (False, None, 3), (True, DRAFT_IDS, 3),
                                   (False, DRAFT_IDS, 0)):
         draft = make_draft(target, draft_ids=ids, sample_from_anchor=from_anchor, **HEADS[head])
-        assert write(target, draft, prompts, 14, schedule=ragged, markov_top_k=top) == plain
+        assert write(target, draft, prompts, 11, schedule=ragged, markov_top_k=top) == plain
 
 def test_the_second_call_equals_a_fresh_one_and_a_seed_repeats_a_run():
     """Pitfall 28: nothing stays behind, in text or counters."""
@@ -609,7 +609,8 @@ def test_a_stop_inside_a_block_ends_the_text_there(right):
     """Pitfall 23: every token of the text as stop: an int, a list, one of several."""
     target, draft, budget, text = make_target(), make_draft(), 2 * GAMMA + 3, known_text()
     assert len(set(text[:budget])) > 2 * GAMMA
-    for stop, stops in [(x, form) for x in text[:budget] for form in (x, [x], (60, x, text[4]))]:
+    for i, stop in enumerate(text[:budget]):
+        stops = (stop, [stop], (60, stop, text[4]))[i % 3]
         expected = truncated(text, budget, [stop] if stops is stop else stops)
         with oracle(draft, right):
             assert write(target, draft, [PROMPT], budget, stop_token_ids=stops) == [expected]
@@ -620,9 +621,9 @@ def test_requests_that_end_at_different_times_do_not_disturb_each_other(places, 
     """Pitfalls 23, 28: places are taken over while others go on."""
     target, plain = make_target(), plain_text()[:12]
     stops = [plain[0][3], plain[5][7], plain[9][1]]
-    expected = [truncated(text, 14, stops) for text in plain]
+    expected = [truncated(text, 11, stops) for text in plain]
     assert len(set(map(len, expected))) > 3
-    assert expected == write(target, guess_half(target), make_prompts(12), 14, schedule=schedule,
+    assert expected == write(target, guess_half(target), make_prompts(12), 11, schedule=schedule,
                              stop_token_ids=stops, max_concurrency=places)
 
 # ----------------------------------------------------------------- generate: law of sampled text
@@ -659,8 +660,8 @@ def exact_law(filters):
 def sample(filters, count, seed, **options):
     """Decode many copies of one prompt -> p-value against the law, counters of the last batch"""
     generator, counts = torch.Generator().manual_seed(seed), torch.zeros(TOY**3).double()
-    for _ in range(count // 5000):
-        out = generate(*toy_models(), [[3]] * 5000, 3, *filters, generator=generator, **options)
+    for _ in range(count // 2500):
+        out = generate(*toy_models(), [[3]] * 2500, 3, *filters, generator=generator, **options)
         index = torch.tensor([one.tokens for one in out]) @ torch.tensor([TOY**2, TOY, 1])
         counts += torch.bincount(index, minlength=TOY**3)
     return chi_square(counts, exact_law(filters) * counts.sum()), total(out)
@@ -672,9 +673,10 @@ GRID = [((1.0, 0, 1.0), {}), ((1.0, 0, 1.0), dict(schedule=0.5)), ((0.7, 3, 1.0)
 
 @each("filters, options", GRID, ids=str)
 def test_sampled_text_follows_the_targets_law(filters, options):
-    """Pitfall 25: 8 settings, 25,000 texts each. Bonferroni: one fails below 0.001 / 8, so under
+    """Pitfall 25: 8 settings, 12,500 texts of one token from the prompt and two from rounds, so
+    200,000 tokens that a round decided. Bonferroni: one setting fails below 0.001 / 8, so under
     fresh seeds a correct program would be accused once in a thousand runs. Seeds are fixed."""
-    p_value, counters = sample(filters, 25000, seed=12, **options)
+    p_value, counters = sample(filters, 12500, seed=12, **options)
     assert p_value > 0.001 / len(GRID)
     mean, schedule = counters.verified / counters.rounds, options.get("schedule", "full")
     assert mean == {"full": 2, 0: 0}[schedule] if schedule in ("full", 0) else 0 < mean < 2
@@ -841,7 +843,8 @@ def reference_loss(draft):
                 sums[name][0] += math.exp(-i / 4.0) * value
                 sums[name][1] += math.exp(-i / 4.0)
     means = {name: top / bottom for name, (top, bottom) in sums.items()}
-    return 0.1 * means["ce"] + 0.9 * means["tv"] + means["confidence"], means
+    loss = 0.1 * means["ce"] + 0.9 * means["tv"] + means["confidence"]
+    return loss, {name: mean.item() for name, mean in means.items()}
 
 def gradients(draft, loss):
     draft.zero_grad()
@@ -851,7 +854,7 @@ def gradients(draft, loss):
 def assert_same(draft, one, other, relative):
     """Loss, metrics and gradients of two ways to compute them."""
     (loss, metrics), (expected, names) = one, other
-    assert float(loss) == pytest.approx(float(expected), rel=relative)
+    assert loss.item() == pytest.approx(expected.item(), rel=relative)
     for name in names:
         assert float(metrics[name]) == pytest.approx(float(names[name]), rel=relative)
     mine, theirs = gradients(draft, 3 * loss), gradients(draft, 3 * expected)
@@ -909,7 +912,7 @@ def test_the_whole_loss_is_float32_under_autocast():
     draft, full = make_draft(), train.dspark_loss(make_draft(), *batch_of_two()[0])[0]
     with torch.autocast("cpu", torch.bfloat16):
         half, _ = train.dspark_loss(draft, *batch_of_two()[0], chunk_blocks=2)
-    assert half.dtype == torch.float32 and float(half) == pytest.approx(float(full), rel=0.02)
+    assert half.dtype == torch.float32 and half.item() == pytest.approx(full.item(), rel=0.02)
     assert all(torch.isfinite(grad).all() for grad in gradients(draft, half).values())
 
 @each("from_anchor, head", [(True, "vanilla"), (False, "rnn")])
@@ -917,6 +920,7 @@ def test_an_overfitted_draft_is_accepted_almost_always(from_anchor, head):
     """Pitfall 2 (slot 0 untrained, Markov token shifted): training teaches what decoding asks."""
     target, text = make_target(), known_text()
     assert len(set(text)) > 25  # it does not repeat itself
+    torch.manual_seed(0)
     draft = DSparkDraft.from_target(
         target, num_hidden_layers=1, block_size=GAMMA + 1 - from_anchor, markov_rank=6,
         target_layer_ids=[0, 2], sample_from_anchor=from_anchor, markov_std=0.1, **HEADS[head])
@@ -924,7 +928,7 @@ def test_an_overfitted_draft_is_accepted_almost_always(from_anchor, head):
     anchors, valid = train.sample_anchors(mask, 0 * ids, 999, [torch.Generator().manual_seed(0)])
     features, last, _ = states_of(target, ids[0])
     optimizer = torch.optim.Adam(draft.parameters(), lr=1e-2)
-    for _ in range(150):
+    for _ in range(100):
         optimizer.zero_grad()
         loss, _ = train.dspark_loss(draft, features[None], last[None], ids, mask, anchors, valid)
         loss.backward()
