@@ -10,11 +10,11 @@ Shapes are named as in dspark.py.
 """
 import argparse
 import collections
-import functools
+import contextlib
 import hashlib
+import itertools
 import json
 import math
-import os
 import pathlib
 import random
 import re
@@ -28,6 +28,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from safetensors.torch import load_file, save_file
+from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 import dspark
@@ -43,12 +44,13 @@ def sample_anchors(loss_mask, document_ids, count, generators):
     """
     same = (document_ids[:, :-1] == document_ids[:, 1:]) & (document_ids[:, 1:] >= 0)
     usable = (loss_mask[:, :-1].bool() & loss_mask[:, 1:].bool() & same).cpu()
-    rows = [row.nonzero()[:, 0] for row in usable]
-    rows = [row[torch.randperm(len(row), generator=generator)[:count]].sort().values
-            for row, generator in zip(rows, generators)]
-    pad = functools.partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
-    valid = pad([torch.ones_like(row) for row in rows]).bool()
-    return pad(rows).to(loss_mask.device), valid.to(loss_mask.device)
+    chosen = []
+    for row, generator in zip(usable, generators):
+        places = row.nonzero()[:, 0]
+        order = torch.randperm(len(places), generator=generator)
+        chosen.append(places[order[:count]].sort().values)
+    anchors = pad_sequence(chosen, batch_first=True, padding_value=-1).to(loss_mask.device)
+    return anchors.clamp(min=0), anchors >= 0
 
 def slot_labels(config, input_ids, loss_mask, anchors, anchor_valid, document_ids=None):
     """Which token each slot predicts, and whether it is supervised: that token must be an assistant
@@ -82,8 +84,8 @@ def slot_terms(logits, target_logits, labels, draft_ids, names=("ce", "tv", "kl_
     p_d, log_t = log_d.exp(), scores - norm[..., None]
     terms = {"accept": torch.minimum(p_d.detach(), log_t.exp()).sum(-1)}
     log_t = log_t - log_t.logsumexp(-1, keepdim=True)  # renormalised over the draft vocabulary
-    column = torch.searchsorted(draft_ids, labels).clamp(max=len(draft_ids) - 1)
     if "ce" in names:
+        column = torch.searchsorted(draft_ids, labels).clamp(max=len(draft_ids) - 1)
         has_id = draft_ids[column] == labels
         terms["ce"] = -log_d.gather(-1, column[..., None])[..., 0] * has_id
     if "tv" in names:
@@ -92,26 +94,14 @@ def slot_terms(logits, target_logits, labels, draft_ids, names=("ce", "tv", "kl_
         terms["kl_div"] = (log_t.exp() * (log_t - log_d)).sum(-1)
     return terms
 
-class DeliverGradients(torch.autograd.Function):
-    """Gradients that were computed chunk by chunk, handed on when loss.backward() asks for them."""
-    @staticmethod
-    def forward(ctx, loss, gradients, *inputs):
-        ctx.gradients = gradients
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx, scale):
-        return None, None, *(x if x is None else x * scale for x in ctx.gradients)
-
 @torch.no_grad()
 def teacher_head(draft, states, where):
     """The target's head cut down to the draft vocabulary, [D, d], and the normaliser of its logits
     over all of V at `where` [M, K], computed once for each position that blocks share."""
-    head, places = draft.target_head, where.clamp(min=0).unique()
+    head, (places, inverse) = draft.target_head, where.clamp(min=0).unique(return_inverse=True)
     parts = states[places].to(head.dtype).split(256)
     norm = torch.cat([F.linear(part, head).float().logsumexp(-1) for part in parts])
-    norm = norm[torch.searchsorted(places, where.clamp(min=0))]
-    return (head if len(draft.draft_ids) == len(head) else head[draft.draft_ids]), norm
+    return (head if len(draft.draft_ids) == len(head) else head[draft.draft_ids]), norm[inverse]
 
 def block_loss(draft, hidden, head, blocks, weights, norms):
     """The share of M blocks in the loss (eq. 12), and their sums. hidden [M, K, d]"""
@@ -128,9 +118,19 @@ def block_loss(draft, hidden, head, blocks, weights, norms):
         sums = {name: (weight * term).sum() / norms.get(name, norms["all"])
                 for name, term in terms.items()}
     loss = sum(weights[name] * value for name, value in sums.items())
-    sums = {name: value.detach() for name, value in sums.items()}
     survival = (rate * supervised)[:, draft.config.first_slot :].cumprod(1)
     return loss, dict(sums, rate=(rate * supervised).sum(0), tau=survival.sum())
+
+class DeliverGradients(torch.autograd.Function):
+    """Gradients that were computed chunk by chunk, handed on when loss.backward() asks for them."""
+    @staticmethod
+    def forward(ctx, loss, gradients, *inputs):
+        ctx.gradients = gradients
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx, scale):
+        return None, None, *(x if x is None else x * scale for x in ctx.gradients)
 
 def chunked_loss(draft, hidden, head, blocks, weights, norms, chunk):
     """Forward and backward one chunk of blocks at a time, on detached states; a single backward
@@ -147,7 +147,7 @@ def chunked_loss(draft, hidden, head, blocks, weights, norms, chunk):
         hidden_grads.append(first)
         grads = [a + b for a, b in zip(grads, rest)]
         loss = loss + share.detach()
-        totals.update(sums)
+        totals.update({name: value.detach() for name, value in sums.items()})
     return DeliverGradients.apply(loss, [torch.cat(hidden_grads), *grads], hidden, *params), totals
 
 def dspark_loss(draft, features, target_hidden, input_ids, loss_mask, anchors, anchor_valid,
@@ -168,6 +168,7 @@ def dspark_loss(draft, features, target_hidden, input_ids, loss_mask, anchors, a
         config, input_ids, loss_mask, anchors, anchor_valid, document_ids)
     keep = supervised.any(-1)  # [B, N]: dummies and empty blocks never reach the heads
     row = torch.arange(len(input_ids), device=index.device)[:, None, None]
+    where = (row * input_ids.shape[1] + index - 1)[keep]  # [M, K], in the flattened rows
     labels, teacher = input_ids[row, index][keep], target_hidden[row, index - 1][keep]  # [M, K, ..]
     prev = draft.previous_tokens(input_ids, anchors)[keep]
     supervised, hidden = supervised[keep], hidden[keep]
@@ -175,14 +176,14 @@ def dspark_loss(draft, features, target_hidden, input_ids, loss_mask, anchors, a
     weight = supervised * torch.exp(-slot.clamp(min=0) / decay)
     has_id = torch.isin(labels, draft.draft_ids)  # where not, the slot leaves the CE alone
     norms = {"all": weight.sum().clamp(min=1e-8), "ce": (weight * has_id).sum().clamp(min=1e-8)}
-    where = (row * input_ids.shape[1] + index - 1)[keep]  # [M, K]
     head, norm = teacher_head(draft, target_hidden.flatten(0, 1), where)
-    blocks = (prev, labels, teacher, norm, weight, supervised)
+    job = (draft, hidden, head, (prev, labels, teacher, norm, weight, supervised), weights, norms)
     if chunk_blocks and torch.is_grad_enabled() and len(hidden):
-        loss, sums = chunked_loss(draft, hidden, head, blocks, weights, norms, chunk_blocks)
+        loss, sums = chunked_loss(*job, chunk_blocks)
     else:
-        loss, sums = block_loss(draft, hidden, head, blocks, weights, norms)
-    sums, counts = dict(sums), supervised.sum(0)
+        loss, sums = block_loss(*job)
+    counts = supervised.sum(0)
+    sums = {name: value.detach() for name, value in sums.items()}
     rates, tau = sums.pop("rate") / counts.clamp(min=1), sums.pop("tau")
     metrics = {f"accept@{k + 1}": rate for k, rate in enumerate(rates[config.first_slot :])}
     return loss, dict(metrics, **sums, tau=1 + tau / max(1, len(hidden)), slots=counts.sum(),
@@ -193,7 +194,6 @@ def dspark_loss(draft, features, target_hidden, input_ids, loss_mask, anchors, a
 ROLES = {"human": "user", "user": "user", "system": "system", "tool": "tool", "observation": "tool",
          "function": "tool", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
          "bing": "assistant", "bard": "assistant", "model": "assistant"}
-SHAREGPT = "Aeala/ShareGPT_Vicuna_unfiltered"
 NO_HUB = ("{} cannot be had from the model hub. Without one, try `python train.py --tiny` (no "
           "download) or give local files: --verifier-name-or-path FOLDER --data FILE.json")
 
@@ -201,16 +201,17 @@ def read_rows(source):
     """Rows of a JSON or JSON Lines file, or of a hub data set."""
     if not source.endswith((".json", ".jsonl")):
         import datasets  # slow to import; only hub data sets need it
-        name = SHAREGPT if source == "sharegpt" else source
+        name = "Aeala/ShareGPT_Vicuna_unfiltered" if source == "sharegpt" else source
         try:
             huggingface_hub.HfApi().dataset_info(name, timeout=5)  # no hub: fails at once
             return list(datasets.load_dataset(name)["train"])
         except Exception as error:  # the errors of the hub and of datasets share no other base
             raise ValueError(NO_HUB.format(f"data set {name}")) from error
-    require(os.path.isfile(source), f"--data {source}: no such file")
+    require(pathlib.Path(source).is_file(), f"--data {source}: no such file")
     text = pathlib.Path(source).read_text(encoding="utf-8-sig")
-    lines = text.splitlines() if not text.lstrip().startswith("[") else None
-    return json.loads(text) if lines is None else [json.loads(x) for x in lines if x.strip()]
+    if text.lstrip().startswith("["):
+        return json.loads(text)
+    return [json.loads(line) for line in text.splitlines() if line.strip()]
 
 def conversation(row):
     """A row in ShareGPT's, OpenAI's or prompt spelling -> [{role, content}]; ValueError: why not"""
@@ -232,60 +233,53 @@ def conversation(row):
     require(any(turn["role"] == "user" for turn in found), "no user turn")
     return found
 
-def render(tokenizer, turns, thinking):
+def render(tokenizer, turns, args):
     """Token ids of the target's chat template, up to where the next answer begins."""
     try:
         return tokenizer.apply_chat_template(
-            turns, add_generation_prompt=True, tokenize=True, return_dict=False,
-            enable_thinking=thinking)
+            turns, add_generation_prompt=True, return_dict=False,
+            enable_thinking=args.enable_thinking)
     except Exception as error:  # a template raises what it likes; the row is counted, not lost
         raise ValueError("the chat template refuses it") from error
 
-def stop_ids(target, tokenizer):
-    """Every id that ends a turn: the generation config's and the tokenizer's."""
-    ids = target.generation_config.eos_token_id
-    ids = ids if isinstance(ids, list) else [ids]
-    return sorted({x for x in (*ids, tokenizer.eos_token_id) if x is not None})
+@contextlib.contextmanager
+def counted(skipped):
+    """A ValueError costs one row or turn, not the run; it is counted under its message."""
+    try:
+        yield
+    except ValueError as error:
+        skipped[str(error)] += 1
 
 def written_pairs(talks, tokenizer, args, skipped):
     """(prompt ids, answer ids) for every assistant turn of the data."""
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     for talk in talks:
         for i, turn in enumerate(talk):
-            if turn["role"] != "assistant":
-                continue
-            try:
-                require(turn["content"].strip(), "empty answer")
-                prompt = render(tokenizer, talk[:i], args.enable_thinking)
-            except ValueError as error:
-                skipped[str(error)] += 1
-                continue
-            yield prompt, tokenizer(turn["content"], add_special_tokens=False).input_ids + end
+            if turn["role"] == "assistant":
+                with counted(skipped):
+                    require(turn["content"].strip(), "empty answer")
+                    answer = tokenizer(turn["content"], add_special_tokens=False).input_ids
+                    yield render(tokenizer, talk[:i], args), answer + end
 
 def target_pairs(talks, target, tokenizer, args, skipped):
     """The same, but the target answers every user turn itself, in the light of its own answers."""
-    stops, cuts = stop_ids(target, tokenizer), 0
-    talks = [([turn for turn in talk if turn["role"] != "assistant"], []) for talk in talks]
+    stops, cuts = target.generation_config.eos_token_id, 0
+    talks = [([], [turn for turn in talk if turn["role"] != "assistant"]) for talk in talks]
     while talks:
-        asked, prompts = [], []
-        for left, said in talks:
-            users = [i for i, turn in enumerate(left) if turn["role"] == "user"]
-            said += left[: users[0] + 1]
-            left = left[users[0] + 1 :]
-            try:
-                prompts.append(render(tokenizer, said, args.enable_thinking))
-                require(len(prompts[-1]) + 2 <= args.total_seq_len, "prompt fills the sequence")
-                asked.append((left, said))
-            except ValueError as error:
-                del prompts[len(asked) :]
-                skipped[str(error)] += 1
-        answers = write_answers(target, prompts, stops, args)
-        yield from zip(prompts, answers)
-        cuts += sum(answer[-1] not in stops for answer in answers)
-        for (_, said), answer in zip(asked, answers):
+        asked = []
+        for said, left in talks:
+            after = [turn["role"] for turn in left].index("user") + 1
+            with counted(skipped):
+                prompt = render(tokenizer, said + left[:after], args)
+                require(len(prompt) + 2 <= args.total_seq_len, "prompt fills the sequence")
+                asked.append((prompt, said + left[:after], left[after:]))
+        answers = write_answers(target, [prompt for prompt, _, _ in asked], args)
+        for (prompt, said, left), answer in zip(asked, answers):
+            yield prompt, answer
+            cuts += answer[-1] not in stops
             text = tokenizer.decode(answer, skip_special_tokens=True)
             said.append({"role": "assistant", "content": text})
-        talks = [(left, said) for left, said in asked if any(x["role"] == "user" for x in left)]
+        talks = [(said, left) for _, said, left in asked if any(x["role"] == "user" for x in left)]
     print(f"{cuts} answers were cut at {args.answer_max_new_tokens} tokens: no end of turn there")
 
 def sampling_of(target, args):
@@ -297,35 +291,32 @@ def sampling_of(target, args):
         known["temperature"] = args.answer_temperature
     return known
 
-def write_answers(target, prompts, stops, args):
+def write_answers(target, prompts, args):
     """The target's answers in packed batches. Each is kept on disk under a hash of all that decides
     it, as soon as it is complete: a run that was killed goes on where it stopped."""
     path = pathlib.Path(args.answer_file or args.save_path + "/answers.jsonl")
-    sampling = sampling_of(target, args)
-    salt = (target.config._name_or_path, sampling, args.answer_max_new_tokens, args.seed)
+    sampling, budget = sampling_of(target, args), args.answer_max_new_tokens
+    salt = (target.config._name_or_path, sampling, budget, args.seed)
     keys = [hashlib.sha256(repr((salt, prompt)).encode()).hexdigest()[:24] for prompt in prompts]
     path.parent.mkdir(parents=True, exist_ok=True)
-    known = {}
-    for line in path.read_text().splitlines() if path.exists() else ():
-        if line.endswith("]}"):  # the last line may be half written
-            known.update(json.loads(line))
+    path.touch()
+    whole = [line for line in path.read_text().splitlines() if line.endswith("]}")]  # not cut off
+    known = dict(pair for line in whole for pair in json.loads(line).items())
     todo = {key: prompt for key, prompt in zip(keys, prompts) if key not in known}
     todo = sorted(todo.items(), key=lambda item: len(item[1]))  # alike lengths, so less padding
     with path.open("a") as file, tqdm(total=len(todo), desc="answers", disable=not todo) as bar:
         for start in range(0, len(todo), 512):
-            group = todo[start : start + 512]
-            slots = len(group[-1][1]) + args.answer_max_new_tokens
+            names, group = zip(*todo[start : start + 512])
 
             def keep(one):
-                known[group[one.index][0]] = one.tokens
-                file.write(json.dumps({group[one.index][0]: one.tokens}) + "\n")
-                file.flush()
+                known[names[one.index]] = one.tokens
+                print(json.dumps({names[one.index]: one.tokens}), file=file, flush=True)
                 bar.update()
 
-            rows = max(1, min(args.answer_batch, 65536 // slots))
-            generate(target, None, [prompt for _, prompt in group], args.answer_max_new_tokens,
-                     **sampling, stop_token_ids=stops, max_concurrency=rows, on_done=keep,
-                     generator=seeded(args.seed, group[0][0]))
+            rows = max(1, min(args.answer_batch, 65536 // (len(group[-1]) + budget)))
+            generate(target, None, group, budget, **sampling, max_concurrency=rows, on_done=keep,
+                     stop_token_ids=target.generation_config.eos_token_id,
+                     generator=seeded(args.seed, names[0]))
     return [known[key] for key in keys]
 
 def documents_of(rows, target, tokenizer, args):
@@ -333,25 +324,38 @@ def documents_of(rows, target, tokenizer, args):
     turn -> [{ids, start (of the answer), number}]. What is skipped is counted and said."""
     skipped, talks, documents = collections.Counter(), [], []
     for row in rows:
-        try:
+        with counted(skipped):
             talks.append(conversation(row))
-        except ValueError as error:
-            skipped[str(error)] += 1
     pairs = (target_pairs(talks, target, tokenizer, args, skipped) if args.responses == "target"
              else written_pairs(talks, tokenizer, args, skipped))
     for prompt, answer in pairs:
         ids = [*prompt, *answer][: args.total_seq_len]
-        if len(ids) < len(prompt) + 2:  # an anchor and the token after it
-            skipped["fewer than two answer tokens within --total-seq-len"] += 1
-            continue
-        documents.append({"ids": ids, "start": len(prompt), "number": len(documents)})
+        with counted(skipped):
+            require(len(ids) >= len(prompt) + 2,  # an anchor and the token after it
+                    "fewer than two answer tokens within --total-seq-len")
+            documents.append({"ids": ids, "start": len(prompt), "number": len(documents)})
     print(f"documents: kept {len(documents)}, skipped {sum(skipped.values())}: {dict(skipped)}")
     require(documents, "nothing to train on: no document has two supervised tokens")
     return documents
 
-def draft_vocabulary(documents, size, stops, rows):
+def held_out(rows, tokenizer, args):
+    """-> rows to train on, held-out prompts as ids, their texts; no row is on both sides"""
+    order = torch.randperm(len(rows), generator=seeded(args.seed, "split")).tolist()
+    rows = [rows[i] for i in order[: args.max_samples]]
+    held = read_rows(args.eval_data) if args.eval_data else rows[: len(rows) // 10]
+    held = held[: args.eval_samples]
+    rows = rows if args.eval_data else rows[len(held) :]
+    asked = [conversation(row) for row in held]
+    asked = [turns[: [turn["role"] for turn in turns].index("user") + 1] for turns in asked]
+    prompts = [render(tokenizer, turns, args) for turns in asked]
+    require(rows and prompts, f"--data {args.data}: got {len(rows)} rows to train on and "
+            f"{len(prompts)} held-out prompts; both are needed")
+    return rows, prompts, [turns[-1]["content"] for turns in asked]
+
+def draft_vocabulary(documents, size, target):
     """The most frequent supervised tokens (ties by smaller id), always the end-of-turn ids, filled
     up with the smallest unused ids -> ascending ids [D], or None for the whole vocabulary."""
+    rows, stops = len(target.get_input_embeddings().weight), target.generation_config.eos_token_id
     if not size or size >= rows:
         return None
     counts = collections.Counter(x for doc in documents for x in doc["ids"][doc["start"] :])
@@ -380,6 +384,17 @@ def pack_rows(documents, length):
         rows[fit].append(document)
         room[fit] -= size
     return rows
+
+def epoch_rows(documents, epoch, args):
+    order = torch.randperm(len(documents), generator=seeded(args.seed, epoch))
+    return pack_rows([documents[i] for i in order], args.total_seq_len)
+
+def batches(documents, args):
+    """(epoch, the rows of a step), without end; the same whenever the run is started again."""
+    for epoch in itertools.count():
+        rows = epoch_rows(documents, epoch, args)
+        for start in range(0, len(rows), args.batch_size):
+            yield epoch, rows[start : start + args.batch_size]
 
 class TargetStates:
     """Hidden states of the frozen target for a row of documents, in one packed forward; kept in
@@ -412,143 +427,146 @@ class TargetStates:
         d = self.target.config.hidden_size
         return states.split([states.shape[-1] - d, d], -1)
 
-class Trainer:
-    """The loop and its state: draft, optimiser, place in the data."""
-    def __init__(self, draft, states, documents, args):
-        self.draft, self.states, self.documents, self.args = draft, states, documents, args
-        self.folder = pathlib.Path(args.save_path)
-        self.optimizer = torch.optim.AdamW(draft.parameters(), lr=args.lr, weight_decay=0.0)
-        self.step, self.best, self.skipped = 0, 0.0, 0
-        self.steps = args.max_steps or args.epochs * -(-len(self.rows(0)) // args.batch_size)
+def row_loss(draft, states, row, epoch, args):
+    """-> loss, metrics; None where the row has no anchor"""
+    device = draft.fc.weight.device
+    tokens = [(token, place >= document["start"], number, place)
+              for number, document in enumerate(row) for place, token in enumerate(document["ids"])]
+    ids, mask, numbers, places = torch.tensor(tokens, device=device).T[:, None]  # each [1, S]
+    generator = seeded(args.seed, epoch, row[0]["number"])
+    anchors, valid = sample_anchors(mask, numbers, args.max_anchors, [generator])
+    if not valid.any():
+        return None
+    with torch.autocast(device.type, torch.bfloat16, enabled=args.dtype == "bfloat16"):
+        return dspark_loss(
+            draft, *states(row), ids, mask, anchors, valid, numbers, places, args.loss_fn,
+            args.dflash_decay_gamma, args.confidence_head_alpha, args.chunk_blocks)
 
-    def rows(self, epoch):
-        order = torch.randperm(len(self.documents), generator=seeded(self.args.seed, epoch))
-        return pack_rows([self.documents[i] for i in order], self.args.total_seq_len)
-
-    def batches(self):
-        """(epoch, rows) from self.step to the end; the same whenever the run is started again."""
-        number, epoch = 0, 0
-        while True:
-            rows = self.rows(epoch)
-            for start in range(0, len(rows), self.args.batch_size):
-                if number == self.steps:
-                    return
-                if number >= self.step:
-                    yield epoch, rows[start : start + self.args.batch_size]
-                number += 1
-            epoch += 1
-
-    def row_loss(self, epoch, row):
-        """-> loss, metrics; None where the row has no anchor"""
-        args, device = self.args, self.draft.fc.weight.device
-        count = torch.tensor([len(x["ids"]) for x in row])
-        numbers = torch.arange(len(row)).repeat_interleave(count)[None].to(device)  # [1, S]
-        position = torch.cat([torch.arange(n) for n in count])[None].to(device)
-        ids = torch.tensor([sum((x["ids"] for x in row), [])], device=device)
-        starts = torch.tensor([x["start"] for x in row], device=device)
-        mask = position >= starts[numbers]
-        generator = seeded(args.seed, epoch, row[0]["number"])
-        anchors, valid = sample_anchors(mask, numbers, args.max_anchors, [generator])
-        if not valid.any():
-            return None
-        with torch.autocast(device.type, torch.bfloat16, enabled=args.dtype == "bfloat16"):
-            return dspark_loss(
-                self.draft, *self.states(row), ids, mask, anchors, valid, numbers, position,
-                args.loss_fn, args.dflash_decay_gamma, args.confidence_head_alpha,
-                args.chunk_blocks)
-
-    def update(self, epoch, rows):
-        """One optimiser step over the rows -> mean metrics, or None without any anchor"""
-        sums, used = collections.Counter(), 0
-        self.optimizer.zero_grad(set_to_none=True)
-        for row in rows:
-            result = self.row_loss(epoch, row)
-            if result is None:
-                continue
+def add_gradients(draft, states, rows, epoch, args):
+    """Backward through the rows of a step -> mean metrics, or None without any anchor"""
+    found = []
+    for row in rows:
+        result = row_loss(draft, states, row, epoch, args)
+        if result is not None:
             loss, metrics = result
             (loss / len(rows)).backward()
-            values = dict(metrics, loss=loss.detach())
-            bad = [name for name, x in values.items() if not math.isfinite(float(x))]
-            require(not bad, f"step {self.step}: {', '.join(bad)} not finite; try a lower --lr")
-            sums.update({name: float(x) for name, x in values.items()})
-            used += 1
-        if not used:
-            self.skipped += 1
-            return None
-        torch.nn.utils.clip_grad_norm_(self.draft.parameters(), 1.0)
-        warm, done = max(1, round(self.args.warmup_ratio * self.steps)), self.step
-        cosine = 0.5 + 0.5 * math.cos(math.pi * max(0, done - warm) / max(1, self.steps - warm))
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.args.lr * min(cosine, (done + 1) / warm)
-        self.optimizer.step()
-        return {name: value / used for name, value in sums.items()}
+            found.append({name: float(x) for name, x in dict(metrics, loss=loss.detach()).items()})
+    if found:
+        return {name: sum(x[name] for x in found) / len(found) for name in found[0]}
 
-    def run(self, evaluate):
-        """Train to the last step; on the way log, decode held-out prompts and save."""
-        args, started, tokens = self.args, time.time(), 0
-        self.folder.mkdir(parents=True, exist_ok=True)
-        log = (self.folder / "metrics.jsonl").open("a")
-        with log, tqdm(total=self.steps, initial=self.step, desc="training", unit="step") as bar:
-            for epoch, rows in self.batches():
-                metrics = self.update(epoch, rows)
-                self.step += 1
-                bar.update()
-                tokens += sum(len(document["ids"]) for row in rows for document in row)
+def update(draft, optimizer, done, steps, args):
+    """Step number `done`, counted from 0: clipped, at the warm-up's or the cosine's rate."""
+    torch.nn.utils.clip_grad_norm_(draft.parameters(), 1.0)
+    warm = max(1, round(args.warmup_ratio * steps))
+    cosine = 0.5 + 0.5 * math.cos(math.pi * max(0, done - warm) / max(1, steps - warm))
+    for group in optimizer.param_groups:
+        group["lr"] = args.lr * min(cosine, (done + 1) / warm)
+    optimizer.step()
+
+def train(draft, states, documents, prompts, args):
+    """Train to the last step; on the way log, decode held-out prompts and save."""
+    folder, run, target = pathlib.Path(args.save_path), run_key(args), states.target
+    optimizer = torch.optim.AdamW(draft.parameters(), lr=args.lr, weight_decay=0.0)
+    per_epoch = math.ceil(len(epoch_rows(documents, 0, args)) / args.batch_size)
+    steps = args.max_steps or args.epochs * per_epoch
+    first, best = resume(folder, draft, optimizer, run, target) if args.resume else (0, 0.0)
+    if first:
+        print(f"resumed at step {first} of {steps}")
+    ids = draft.config.target_layer_ids
+    print(f"{folder}: {sum(p.numel() for p in draft.parameters()):,} parameters, {steps} steps, "
+          f"gamma {draft.config.gamma}, reads layers {ids} (speculators: {[k + 1 for k in ids]})")
+    folder.mkdir(parents=True, exist_ok=True)
+    started, tokens, skipped = time.time(), 0, 0
+    work = enumerate(itertools.islice(batches(documents, args), first, steps), first + 1)
+    bar = tqdm(work, total=steps, initial=first, desc="training", unit="step")
+    with (folder / "metrics.jsonl").open("a") as log:
+        for step, (epoch, rows) in bar:
+            optimizer.zero_grad(set_to_none=True)
+            metrics = add_gradients(draft, states, rows, epoch, args)
+            tokens += sum(len(document["ids"]) for row in rows for document in row)
+            if metrics is None:
+                skipped += 1
+            else:
+                bad = [name for name, value in metrics.items() if not math.isfinite(value)]
+                require(not bad, f"step {step - 1}: {', '.join(bad)} not finite; try a lower --lr")
+                update(draft, optimizer, step - 1, steps, args)
+            if metrics and (step % args.log_every in (0, 1) or step == steps):
                 seconds = time.time() - started
-                if metrics and (self.step % args.log_every in (0, 1) or self.step == self.steps):
-                    line = dict(step=self.step, epoch=epoch, seconds=round(seconds, 2),
-                                tokens_per_second=round(tokens / seconds), **metrics)
-                    log.write(json.dumps(line) + "\n")
-                    log.flush()
-                    bar.set_postfix(loss=f"{metrics['loss']:.3f}", tau=f"{metrics['tau']:.2f}")
-                if args.eval_every and self.step % args.eval_every == 0:
-                    length = evaluate(self.draft)
-                    tqdm.write(f"step {self.step}: accepted length {length:.2f} on held-out text")
-                    if length > self.best:
-                        self.best = length
-                        self.save("best")
-                if args.checkpoint_every and self.step % args.checkpoint_every == 0:
-                    self.save("last")
-        print(f"{self.skipped} steps had no anchor and changed nothing") if self.skipped else None
-
-    def save(self, name):
-        """A whole checkpoint or none: written beside its place, then renamed."""
-        place = self.folder / "checkpoints" / name
-        fresh, old = place.with_suffix(".tmp"), place.with_suffix(".old")
-        shutil.rmtree(fresh, ignore_errors=True)
-        self.draft.save_pretrained(fresh)
-        moments = {f"{i}.{key}": value for i, state in self.optimizer.state_dict()["state"].items()
-                   for key, value in state.items()}
-        save_file(moments, fresh / "optimizer.safetensors")
-        facts = dict(step=self.step, best=self.best, run=run_key(self.args))
-        (fresh / "trainer.json").write_text(json.dumps(facts))
-        shutil.rmtree(old, ignore_errors=True)
-        if place.exists():
-            os.replace(place, old)
-        os.replace(fresh, place)
-
-    def resume(self, target):
-        """Go on from checkpoints/last, or from last.old if the run was killed while saving."""
-        places = [self.folder / "checkpoints" / name for name in ("last", "last.old")]
-        place = next((x for x in places if x.exists()), None)
-        require(place, f"--resume: there is no checkpoint in {places[0]}")
-        facts, now = json.loads((place / "trainer.json").read_text()), run_key(self.args)
-        other = [f"{key} was {facts['run'].get(key)}, is {now[key]}" for key in now
-                 if facts["run"].get(key) != now[key]]
-        require(not other, f"--resume: the checkpoint belongs to another run: {'; '.join(other)}")
-        self.draft.load_state_dict(DSparkDraft.from_pretrained(place, target).state_dict())
-        state = self.optimizer.state_dict()
-        for name, value in load_file(place / "optimizer.safetensors").items():
-            number, key = name.split(".")
-            state["state"].setdefault(int(number), {})[key] = value
-        self.optimizer.load_state_dict(state)
-        self.step, self.best = facts["step"], facts["best"]
-        print(f"resumed at step {self.step} of {self.steps}")
+                line = dict(step=step, epoch=epoch, seconds=round(seconds, 2),
+                            tokens_per_second=round(tokens / seconds), **metrics)
+                print(json.dumps(line), file=log, flush=True)
+                bar.set_postfix(loss=f"{metrics['loss']:.3f}", tau=f"{metrics['tau']:.2f}")
+            if args.eval_every and step % args.eval_every == 0:
+                length = decode(target, draft, prompts[:8], args, 0.0)["accepted_length"]
+                tqdm.write(f"step {step}: accepted length {length:.2f} on held-out text")
+                if length > best:
+                    best = length
+                    save(folder / "checkpoints/best", draft, optimizer, step, best, run)
+            if args.checkpoint_every and step % args.checkpoint_every == 0:
+                save(folder / "checkpoints/last", draft, optimizer, step, best, run)
+    if skipped:
+        print(f"{skipped} steps had no anchor and changed nothing")
+    draft.config.dspark_extra = {"enable_thinking": args.enable_thinking, "steps": steps}
+    draft.save_pretrained(folder)
 
 def run_key(args):
     """What must not change between a run and its continuation."""
     loose = "resume save_path checkpoint_every log_every eval_every feature_cache_gb".split()
     return {name: value for name, value in vars(args).items() if name not in loose}
+
+def save(place, draft, optimizer, step, best, run):
+    """A whole checkpoint or none: written beside its place, then renamed."""
+    fresh, old = place.with_suffix(".tmp"), place.with_suffix(".old")
+    shutil.rmtree(fresh, ignore_errors=True)
+    draft.save_pretrained(fresh)
+    moments = {f"{i}.{key}": value for i, state in optimizer.state_dict()["state"].items()
+               for key, value in state.items()}
+    save_file(moments, fresh / "optimizer.safetensors")
+    (fresh / "trainer.json").write_text(json.dumps(dict(step=step, best=best, run=run)))
+    shutil.rmtree(old, ignore_errors=True)
+    if place.exists():
+        place.rename(old)
+    fresh.rename(place)
+
+def resume(folder, draft, optimizer, run, target):
+    """Go on from checkpoints/last, or from last.old if the run was killed while saving.
+    -> steps done, best accepted length"""
+    places = [folder / "checkpoints" / name for name in ("last", "last.old")]
+    place = next((x for x in places if x.exists()), None)
+    require(place, f"--resume: there is no checkpoint in {places[0]}")
+    facts = json.loads((place / "trainer.json").read_text())
+    other = [f"{key} was {facts['run'].get(key)}, is {value}" for key, value in run.items()
+             if facts["run"].get(key) != value]
+    require(not other, f"--resume: the checkpoint belongs to another run: {'; '.join(other)}")
+    draft.load_state_dict(DSparkDraft.from_pretrained(place, target).state_dict())
+    state = optimizer.state_dict()
+    for name, value in load_file(place / "optimizer.safetensors").items():
+        number, key = name.split(".")
+        state["state"].setdefault(int(number), {})[key] = value
+    optimizer.load_state_dict(state)
+    return facts["step"], facts["best"]
+
+def fresh_draft(args, target, tokenizer, draft_ids=None):
+    """A draft by the flags, or the one of --from-pretrained; float32 weights."""
+    if args.from_pretrained:
+        return DSparkDraft.from_pretrained(args.from_pretrained, target)
+    mask, rows = args.mask_token_id, len(target.get_input_embeddings().weight)
+    if mask is None:
+        mask = len(tokenizer) if tokenizer.mask_token_id is None else tokenizer.mask_token_id
+    require(0 <= mask < rows, f"mask token {mask} is none of the {rows} embedding rows: give "
+            "--mask-token-id, a special token that your text never uses, of "
+            f"{dict(sorted((i, t) for t, i in tokenizer.get_added_vocab().items()))}")
+    names = ("block_size", "sample_from_anchor", "markov_rank", "markov_head_type",
+             "enable_confidence_head", "confidence_head_with_markov")
+    shape = {name: getattr(args, name) for name in names}
+    if args.target_layer_ids:
+        shape["target_layer_ids"] = args.target_layer_ids
+    torch.manual_seed(args.seed)
+    draft = DSparkDraft.from_target(target, draft_ids, args.markov_std, mask_token_id=mask,
+                                    num_hidden_layers=args.num_layers, **shape)
+    if args.init_from_target:
+        init_from_target(draft, target)
+    return draft
 
 def init_from_target(draft, target):
     """Start from what the target knows: its last layers, its final norm, its last tapped state."""
@@ -565,29 +583,45 @@ def init_from_target(draft, target):
 
 # ------------------------------------------------ evaluation: held-out prompts, decoded for real
 
-def decode(target, draft, prompts, args, temperature, stops, draft_sampling="sample"):
+def decode(target, draft, prompts, args, temperature, draft_sampling="sample"):
     """Decode the prompts plainly and with the draft, through the same loop -> results, for JSON"""
-    clocks, texts = [], []
+    clocks, texts, rates = [], [], []
     for one in (None, draft):
         with stopwatch(target) as seconds:
             texts.append(generate(
-                target, one, prompts, args.eval_max_new_tokens, temperature, stop_token_ids=stops,
+                target, one, prompts, args.eval_max_new_tokens, temperature,
+                stop_token_ids=target.generation_config.eos_token_id,
                 max_concurrency=args.eval_concurrency, draft_sampling=draft_sampling,
                 generator=seeded(args.seed, temperature)))
         clocks.append(seconds)
+        rates.append(sum(len(x.tokens) for x in texts[-1]) / seconds["all"])
     (plain, fast), counts = clocks, total(texts[1])
-    rates = [sum(len(x.tokens) for x in text) / clock["all"] for text, clock in zip(texts, clocks)]
-    drafting = fast["all"] - fast["target"] - fast["prefill"]
+    per_round = 1e3 / max(1, counts.rounds)
     return dict(
         accepted_length=counts.accepted_length, rounds=counts.rounds, draft_sampling=draft_sampling,
         acceptance_by_position=counts.acceptance_by_position,
         conditional_acceptance=counts.conditional_acceptance,
         tokens_per_second=dict(zip(("plain", "speculative"), rates)), speedup=rates[1] / rates[0],
-        draft_ms=1e3 * drafting / max(1, counts.rounds),
-        verify_ms=1e3 * fast["target"] / max(1, counts.rounds),
+        draft_ms=per_round * (fast["all"] - fast["target"] - fast["prefill"]),
+        verify_ms=per_round * fast["target"],
         plain_ms=1e3 * plain["target"] / max(1, total(texts[0]).rounds),
         same_text=sum(a.tokens == b.tokens for a, b in zip(*texts)), prompts=len(prompts),
         by_prompt=[(len(x.tokens), x.rounds, x.accepted) for x in texts[1]])
+
+def evaluate(target, draft, prompts, args):
+    """-> results of all held-out prompts at temperature 0 and 1"""
+    results = {}
+    for temperature in (0.0, 1.0):
+        # Without a chain, drafts sampled independently clash: argmax proposals may do better there.
+        ways = ("sample", "argmax") if temperature and not draft.config.markov_rank else ("sample",)
+        tries = [decode(target, draft, prompts, args, temperature, way) for way in ways]
+        best = max(tries, key=lambda result: result["accepted_length"])
+        results[f"{temperature:g}"] = best
+        rate = best["tokens_per_second"]["speculative"]
+        print(f"temperature {temperature:g}: accepted length {best['accepted_length']:.2f}, "
+              f"{rate:.0f} tokens/s, {best['speedup']:.2f} times plain decoding ({len(prompts)} "
+              f"held-out prompts, proposals: {best['draft_sampling']})")
+    return results
 
 class BigramDraft:
     """Baseline: drafts from the counts of neighbouring tokens alone, through the same loop."""
@@ -610,9 +644,9 @@ class BigramDraft:
 
 TINY = dict(
     save_path="output/tiny", block_size=7, num_layers=2, target_layer_ids=[0, 4, 6], lr=5e-3,
-    draft_vocab_size=0, markov_rank=64, markov_std=0.1, max_steps=500, max_anchors=96,
-    chunk_blocks=0, total_seq_len=1280, loss_fn={"kl_div": 0.5, "tv": 1.0}, max_samples=1024, log_every=20,
-    answer_max_new_tokens=110, answer_batch=128, eval_max_new_tokens=110)
+    draft_vocab_size=0, markov_rank=64, markov_std=0.1, max_steps=420, max_anchors=96,
+    chunk_blocks=0, total_seq_len=1280, loss_fn={"kl_div": 0.5, "tv": 1.0}, max_samples=800,
+    eval_samples=24, log_every=20, answer_max_new_tokens=110, answer_batch=128, eval_max_new_tokens=110)
 CHATML = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
           "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
 
@@ -621,19 +655,17 @@ def dialogues(count, seed):
     path = pathlib.Path(__file__).with_name("testdata") / "grammar.json"
     grammar, rng = json.loads(path.read_text()), random.Random(seed)
 
-    def expand(text):
-        while "<" in text:
-            before, name, after = re.split("[<>]", text, maxsplit=2)
-            text = before + rng.choice(grammar[name]) + after
-        return text
+    def phrase(name):
+        return re.sub("<(.+?)>", phrase, rng.choice(grammar[name[1]]))
 
-    return [{"messages": [{"role": role, "content": expand(grammar[role])}
+    return [{"messages": [{"role": role, "content": re.sub("<(.+?)>", phrase, grammar[role])}
                           for role in ("user", "assistant")]} for _ in range(count)]
 
 def make_tiny_target(args, folder):
     """A BPE tokenizer and a small Qwen3, trained on the dialogues in about a minute."""
-    rows, model = dialogues(4096, seed=0), tokenizers.ByteLevelBPETokenizer()
-    texts = [turn["content"] for row in rows for turn in row["messages"]]
+    talks = [row["messages"] for row in dialogues(4096, seed=0)]
+    texts = [turn["content"] for talk in talks for turn in talk]
+    model = tokenizers.ByteLevelBPETokenizer()
     marks = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|mask|>"]
     model.train_from_iterator(texts, 900, show_progress=False, special_tokens=marks)
     tokenizer = transformers.PreTrainedTokenizerFast(
@@ -644,13 +676,13 @@ def make_tiny_target(args, folder):
         vocab_size=len(tokenizer), hidden_size=128, intermediate_size=320, num_hidden_layers=8,
         num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=1024,
         eos_token_id=tokenizer.eos_token_id, tie_word_embeddings=True))
-    pairs = [torch.tensor([*a, *b]) for a, b in written_pairs(
-        [row["messages"] for row in rows], tokenizer, args, collections.Counter())]
+    pairs = [torch.tensor(prompt + answer) for prompt, answer in
+             written_pairs(talks, tokenizer, args, collections.Counter())]
     optimizer = torch.optim.AdamW(target.parameters(), lr=3e-3)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=400, pct_start=0.05)
-    for step in tqdm(range(400), desc="tiny target", unit="step"):
-        ids = torch.nn.utils.rnn.pad_sequence(
-            random.Random(step).sample(pairs, 12), batch_first=True, padding_value=-100)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=320, pct_start=0.05)
+    for step in tqdm(range(320), desc="tiny target", unit="step"):
+        batch = random.Random(step).sample(pairs, 12)
+        ids = pad_sequence(batch, batch_first=True, padding_value=-100)
         target(input_ids=ids.clamp(min=0), labels=ids, use_cache=False).loss.backward()
         torch.nn.utils.clip_grad_norm_(target.parameters(), 1.0)
         optimizer.step()
@@ -660,27 +692,26 @@ def make_tiny_target(args, folder):
     tokenizer.save_pretrained(folder)
 
 @torch.no_grad()
-def tiny_facts(target, documents, prompts, args, stops):
+def tiny_facts(target, documents, prompts, args):
     """What synthetic numbers must be read against: the target's entropy, a bigram drafter."""
     states, head, entropies = TargetStates(target, [], 0), target.get_output_embeddings().weight, []
     for document in documents[:64]:
         hidden = states.compute([document])[0][document["start"] - 1 : -1]
         log_p = F.linear(hidden, head).log_softmax(-1)
         entropies.append(-(log_p.exp() * log_p).sum(-1))
+    entropy = float(torch.cat(entropies).mean())
     bigram = BigramDraft(documents, target, args.block_size)
-    bigram = decode(target, bigram, prompts, args, 1.0, stops)
-    facts = dict(entropy_per_token=float(torch.cat(entropies).mean()),
-                 bigram_accepted_length=bigram["accepted_length"])
-    print(f"SYNTHETIC data: entropy {facts['entropy_per_token']:.2f} nats per token; a plain bigram"
-          f" drafter reaches accepted length {bigram['accepted_length']:.2f} at temperature 1")
-    return facts
+    length = decode(target, bigram, prompts, args, 1.0)["accepted_length"]
+    print(f"SYNTHETIC data: entropy {entropy:.2f} nats per token; a plain bigram drafter reaches "
+          f"accepted length {length:.2f} at temperature 1")
+    return dict(entropy_per_token=entropy, bigram_accepted_length=length)
 
 # ------------------------------------------------------------------------------- the command line
 
 def parser():
     p = argparse.ArgumentParser(description="Train a DSpark draft for a causal language model.",
                                 formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    p.error = lambda message: stop(message)
+    p.error = stop
     switch = dict(action=argparse.BooleanOptionalAction)
     add = p.add_argument_group("data").add_argument
     add("--tiny", action="store_true", help="no download: synthetic dialogues and target")
@@ -742,108 +773,54 @@ def stop(message):
     sys.exit(2)
 
 def load_target(args):
-    """The frozen target and its tokenizer, on the best device there is."""
+    """The frozen target and its tokenizer, on the best device there is. Its generation config then
+    lists every id that ends a turn, the tokenizer's too."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     device = "mps" if torch.backends.mps.is_available() else device
     if args.dtype == "auto":
         args.dtype = "bfloat16" if device == "cuda" else "float32"
     name, kind = args.verifier_name_or_path, getattr(torch, args.dtype)
     try:
-        if not os.path.isdir(name):  # ask the hub once; transformers alone would retry for a minute
+        if not pathlib.Path(name).is_dir():  # ask once; transformers would retry for a minute
             huggingface_hub.HfApi().model_info(name, timeout=5)
         tokenizer = transformers.AutoTokenizer.from_pretrained(name)
         target = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=kind)
     except Exception as error:  # the hub's and the loaders' errors share no other base
         raise ValueError(NO_HUB.format(f"model {name}")) from error
+    ends = target.generation_config.eos_token_id
+    ends = {*ends} if isinstance(ends, list) else {ends}
+    target.generation_config.eos_token_id = sorted((ends | {tokenizer.eos_token_id}) - {None})
     return target.to(device).eval().requires_grad_(False), tokenizer
-
-def fresh_draft(args, target, tokenizer, draft_ids=None):
-    """A draft by the flags, or the one of --from-pretrained; float32 weights."""
-    if args.from_pretrained:
-        return DSparkDraft.from_pretrained(args.from_pretrained, target)
-    mask, rows = args.mask_token_id, len(target.get_input_embeddings().weight)
-    if mask is None:
-        mask = len(tokenizer) if tokenizer.mask_token_id is None else tokenizer.mask_token_id
-    require(0 <= mask < rows, f"mask token {mask} is none of the {rows} embedding rows: give "
-            "--mask-token-id, a special token that your text never uses, of "
-            f"{dict(sorted((i, t) for t, i in tokenizer.get_added_vocab().items()))}")
-    names = ("block_size", "sample_from_anchor", "markov_rank", "markov_head_type",
-             "enable_confidence_head", "confidence_head_with_markov")
-    shape = {name: getattr(args, name) for name in names}
-    if args.target_layer_ids:
-        shape["target_layer_ids"] = args.target_layer_ids
-    torch.manual_seed(args.seed)
-    draft = DSparkDraft.from_target(target, draft_ids, args.markov_std, mask_token_id=mask,
-                                    num_hidden_layers=args.num_layers, **shape)
-    if args.init_from_target:
-        init_from_target(draft, target)
-    return draft
-
-def held_out(rows, tokenizer, args):
-    """-> rows to train on, held-out prompts as ids, their texts; no row is on both sides"""
-    order = torch.randperm(len(rows), generator=seeded(args.seed, "split")).tolist()
-    rows = [rows[i] for i in order[: args.max_samples]]
-    held = read_rows(args.eval_data) if args.eval_data else rows[: len(rows) // 10]
-    held = held[: args.eval_samples]
-    rows = rows if args.eval_data else rows[len(held) :]
-    asked = [conversation(row) for row in held]
-    asked = [turns[: [turn["role"] for turn in turns].index("user") + 1] for turns in asked]
-    prompts = [render(tokenizer, turns, args.enable_thinking) for turns in asked]
-    require(rows and prompts, f"--data {args.data}: got {len(rows)} rows to train on and "
-            f"{len(prompts)} held-out prompts; both are needed")
-    return rows, prompts, [turns[-1]["content"] for turns in asked]
-
-def train_one(args, target, tokenizer, documents, prompts, draft_ids, states=None):
-    """Train, save and decode one draft -> its results at temperature 0 and 1"""
-    folder, stops = pathlib.Path(args.save_path), stop_ids(target, tokenizer)
-    draft = fresh_draft(args, target, tokenizer, draft_ids)
-    ids = draft.config.target_layer_ids
-    states = states or TargetStates(target, ids, args.feature_cache_gb)
-    trainer = Trainer(draft, states, documents, args)
-    if args.resume:
-        trainer.resume(target)
-    print(f"{folder}: {sum(p.numel() for p in draft.parameters()):,} parameters, {trainer.steps} "
-          f"steps, gamma {draft.config.gamma}, reads layers {ids} (speculators: "
-          f"{[k + 1 for k in ids]})")
-    few = (prompts[:8], args, 0.0, stops)
-    trainer.run(lambda draft: decode(target, draft, *few)["accepted_length"])
-    draft.config.dspark_extra = {"enable_thinking": args.enable_thinking, "steps": trainer.step}
-    draft.save_pretrained(folder)
-    results = {}
-    for temperature in (0.0, 1.0):
-        # Without a chain, drafts sampled independently clash: argmax proposals may do better there.
-        ways = ("sample", "argmax") if temperature and not draft.config.markov_rank else ("sample",)
-        tries = [decode(target, draft, prompts, args, temperature, stops, way) for way in ways]
-        best = max(tries, key=lambda result: result["accepted_length"])
-        results[f"{temperature:g}"] = best
-        rate = best["tokens_per_second"]["speculative"]
-        print(f"temperature {temperature:g}: accepted length {best['accepted_length']:.2f}, {rate:.0f} "
-              f"tokens/s, {best['speedup']:.2f} times plain decoding ({len(prompts)} held-out "
-              f"prompts, proposals: {best['draft_sampling']})")
-    return results
 
 HEADS = {"dflash": dict(markov_rank=0, sample_from_anchor=False, enable_confidence_head=False),
          **{name: dict(markov_head_type=name) for name in ("vanilla", "gated", "rnn")}}
 
-def compare(args, target, *rest):
-    """The same data and budget for every head; prints the table and returns all results."""
-    results, ids = {}, dspark.config_for(target, {}).target_layer_ids
-    states = TargetStates(target, args.target_layer_ids or ids, args.feature_cache_gb)
-    for name in args.compare:
-        change = dict(HEADS[name], save_path=f"{args.save_path}/{name}")
-        if not change.get("sample_from_anchor", True):
-            change["block_size"] = args.block_size + 1  # DFlash's layout: as many drafts
-        one = argparse.Namespace(**{**vars(args), **change})
-        results[name] = train_one(one, target, *rest, states)
+def variant(args, name):
+    """The flags for one head of --compare; the data and the budget stay equal."""
+    change = dict(HEADS[name], save_path=f"{args.save_path}/{name}")
+    if name == "dflash":
+        change["block_size"] = args.block_size + 1  # DFlash's layout: as many drafts
+    return argparse.Namespace(**{**vars(args), **change})
+
+def print_table(results):
     print(f"{'accepted length':16}{'T=0':>7}{'T=1':>7}{'x plain':>9}   draft k after k - 1, T=1")
     for name, x in results.items():
         shares = " ".join(f"{share:.2f}" for share in x["1"]["conditional_acceptance"])
         print(f"{name:16}{x['0']['accepted_length']:7.2f}{x['1']['accepted_length']:7.2f}"
               f"{x['1']['speedup']:9.2f}   {shares}")
-    best = "vanilla" if "vanilla" in results else name
-    for file in ("config.json", "model.safetensors"):
-        shutil.copy(f"{args.save_path}/{best}/{file}", args.save_path)
-    return results
+
+def prepare(args, target, tokenizer):
+    """-> documents to train on, held-out prompts, draft vocabulary"""
+    rows = dialogues(args.max_samples, seed=1) if args.tiny else read_rows(args.data)
+    rows, prompts, texts = held_out(rows, tokenizer, args)
+    pathlib.Path(args.save_path, "prompts.json").write_text(json.dumps(texts, indent=1))
+    documents = documents_of(rows, target, tokenizer, args)
+    packed = pack_rows(documents, args.total_seq_len)
+    free = [sum(len(x["ids"]) - x["start"] - 1 for x in row) for row in packed]
+    used = sum(min(args.max_anchors, n) for n in free)
+    print(f"{len(packed)} rows, {used} of {sum(free)} possible anchors used per epoch "
+          f"({used / sum(free):.0%}), {args.block_size} slots each")
+    return documents, prompts, draft_vocabulary(documents, args.draft_vocab_size, target)
 
 def run(args):
     started, out = time.time(), pathlib.Path(args.save_path)
@@ -854,24 +831,24 @@ def run(args):
         args.verifier_name_or_path = str(out / "target")
         make_tiny_target(args, args.verifier_name_or_path)
     target, tokenizer = load_target(args)
-    rows = dialogues(args.max_samples, seed=1) if args.tiny else read_rows(args.data)
-    fresh_draft(args, target, tokenizer)  # a wrong flag ends the run here, not after the answers
-    rows, prompts, texts = held_out(rows, tokenizer, args)
-    (out / "prompts.json").write_text(json.dumps(texts, indent=1))
-    documents, stops = documents_of(rows, target, tokenizer, args), stop_ids(target, tokenizer)
-    packed = pack_rows(documents, args.total_seq_len)
-    free = [sum(len(x["ids"]) - x["start"] - 1 for x in row) for row in packed]
-    used = sum(min(args.max_anchors, n) for n in free)
-    print(f"{len(packed)} rows, {used} of {sum(free)} possible anchors used per epoch "
-          f"({used / sum(free):.0%}), {args.block_size} slots each")
-    vocabulary = len(target.get_input_embeddings().weight)
-    draft_ids = draft_vocabulary(documents, args.draft_vocab_size, stops, vocabulary)
-    facts = tiny_facts(target, documents, prompts, args, stops) if args.tiny else {}
-    job = (args, target, tokenizer, documents, prompts, draft_ids)
-    results = {"": train_one(*job)} if args.compare is None else compare(*job)
-    main_result = results.get("vanilla", [*results.values()][-1])
+    # Before the answers are written: a wrong flag ends the run here.
+    layer_ids = fresh_draft(args, target, tokenizer).config.target_layer_ids
+    documents, prompts, draft_ids = prepare(args, target, tokenizer)
+    facts = tiny_facts(target, documents, prompts, args) if args.tiny else {}
+    states = TargetStates(target, layer_ids, args.feature_cache_gb)
+    results = {}
+    for name in args.compare or [""]:
+        one = variant(args, name) if name else args
+        draft = fresh_draft(one, target, tokenizer, draft_ids)
+        train(draft, states, documents, prompts, one)
+        results[name] = evaluate(target, draft, prompts, one)
+    if args.compare:
+        print_table(results)
+        name = "vanilla" if "vanilla" in results else name
+        for file in ("config.json", "model.safetensors"):
+            shutil.copy(out / name / file, out)
     record = dict(
-        accepted_length={t: x["accepted_length"] for t, x in main_result.items()}, **facts,
+        accepted_length={t: x["accepted_length"] for t, x in results[name].items()}, **facts,
         results=results, seconds=time.time() - started, arguments=vars(args),
         versions=dict(torch=torch.__version__, transformers=transformers.__version__))
     (out / "results.json").write_text(json.dumps(record, indent=1))
