@@ -643,7 +643,7 @@ class BigramDraft:
 # ------------------------------------------------------------ --tiny: a language made on the spot
 
 TINY = dict(
-    save_path="output/tiny", block_size=7, num_layers=2, target_layer_ids=[0, 4, 6], lr=5e-3,
+    save_path="output/tiny", block_size=7, num_layers=2, target_layer_ids=[0, 4, 6], lr=1e-2,
     draft_vocab_size=0, markov_rank=64, markov_std=0.1, max_steps=420, max_anchors=96,
     chunk_blocks=0, total_seq_len=1280, loss_fn={"kl_div": 0.5, "tv": 1.0}, max_samples=800,
     eval_samples=24, log_every=20, answer_max_new_tokens=110, answer_batch=128, eval_max_new_tokens=110)
