@@ -211,12 +211,17 @@ def rotate(x, rope):
     first, second = x.chunk(2, -1)
     return (x * rope[0] + torch.cat([-second, first], -1) * rope[1]).to(x.dtype)
 
+class RMSNorm(nn.RMSNorm):
+    """In the precision of its weights: float32 in training, under bfloat16 autocast too."""
+    def forward(self, x):
+        return super().forward(x.to(self.weight.dtype))
+
 class Layer(nn.Module):
     """A Qwen3 decoder layer whose attention reads [context ; block] (eq. 3)."""
     def __init__(self, config):
         super().__init__()
         linear = functools.partial(nn.Linear, bias=False)
-        norm = functools.partial(nn.RMSNorm, eps=config.rms_norm_eps)
+        norm = functools.partial(RMSNorm, eps=config.rms_norm_eps)
         d, wide, self.dim = config.hidden_size, config.intermediate_size, config.head_dim
         heads = config.num_attention_heads * self.dim
         groups = config.num_key_value_heads * self.dim
@@ -317,7 +322,7 @@ class DSparkDraft(nn.Module):
         super().__init__()
         self.config, d, eps = config, config.hidden_size, config.rms_norm_eps
         self.fc = nn.Linear(len(config.target_layer_ids) * d, d, bias=False)
-        self.hidden_norm, self.norm = nn.RMSNorm(d, eps), nn.RMSNorm(d, eps)
+        self.hidden_norm, self.norm = RMSNorm(d, eps), RMSNorm(d, eps)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
         self.markov_head, self.confidence_head = None, None
         if config.markov_rank:
