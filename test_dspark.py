@@ -672,7 +672,7 @@ def test_round_trip_with_the_installed_library(tmp_path, monkeypatch, name):
     module = dspark_core if config.speculators_model_type == "dspark" else dflash_core
     real, anchors = module.compute_metrics, (io["in.anchors"], io["in.anchor_valid"])
     def metrics(logits, *rest, **options):
-        seen.update(options, logits=logits)
+        seen.update(logits=logits, confidence_logits=rest[1])
         return real(logits, *rest, **options)
     monkeypatch.setattr(module, "compute_metrics", metrics)
     monkeypatch.setattr(dflash_core, "select_anchors", lambda *rest: anchors)
