@@ -45,6 +45,8 @@ from collections import deque, namedtuple
 import numpy
 import torch
 import torch.nn.functional as F
+from huggingface_hub import snapshot_download
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AttentionInterface
@@ -77,17 +79,20 @@ class DSparkConfig:
     enable_confidence_head: bool = True
     confidence_head_with_markov: bool = True
     rms_norm_eps: float = 1e-6
-    rope_theta: float = 1e6
+    rope_theta: float = 10000.0
     max_position_embeddings: int = 32768
     layer_types: list = ()  # empty: full attention everywhere
     sliding_window: int = 0
-    sliding_window_non_causal: bool = True
+    sliding_window_non_causal: bool = True  # sliding layers: the own block in both directions
+    sliding_window_from_slot: bool = False  # z-lab: windows end at the slot, not at the anchor
     verifier: dict = dataclasses.field(default_factory=dict)  # name_or_path, architectures
     dspark_extra: dict = dataclasses.field(default_factory=dict)  # ours alone
 
     def __post_init__(self):
         self.draft_vocab_size = self.draft_vocab_size or self.vocab_size
         self.layer_types = list(self.layer_types) or ["full_attention"] * self.num_hidden_layers
+        sliding = "sliding_attention" in self.layer_types
+        self.sliding_window_non_causal |= not sliding  # vLLM takes false for full layers as well
         rows, last, ids = self.vocab_size, self.num_target_layers - 1, list(self.target_layer_ids)
         for name, low, high in (("block_size", 2, 1024), ("num_hidden_layers", 1, 1024),
                                 ("markov_rank", 0, rows), ("draft_vocab_size", 1, rows),
@@ -96,6 +101,10 @@ class DSparkConfig:
             require(low <= value <= high, f"{name} must be in {low}..{high}, got {value}")
         require(self.markov_head_type in MARKOV_HEADS,
                 f"markov_head_type must be vanilla, gated or rnn, got {self.markov_head_type!r}")
+        kinds, count = {*self.layer_types} - {"full_attention"}, self.num_hidden_layers
+        require(kinds <= {"sliding_attention"} and len(self.layer_types) == count and
+                self.sliding_window >= sliding, f"expected {count} layer_types, full_attention or "
+                f"sliding_attention (with a sliding_window), got {self.layer_types}")
         wants_markov = self.enable_confidence_head and self.confidence_head_with_markov
         require(self.markov_rank or not wants_markov, "markov_rank 0 leaves the confidence head no "
                 "Markov embedding: add --no-confidence-head-with-markov")
@@ -178,18 +187,23 @@ def visibility(position, document, context_position, context_document, config, w
 
     A slot of the block anchored at `position` sees its own block and the context of its document
     STRICTLY before the anchor, whose target state does not exist yet when drafting. A sliding layer
-    (published drafts have them) sees the last `window` of those rows, maybe its block causally.
+    (published drafts have them) sees the last `window` of those rows, maybe its block causally; in
+    z-lab's checkpoints the window ends at the slot itself.
     position, document [B, N] of the anchors; context_* [B, S] -> bool [B, N K, S + N K]"""
     blocks, size = position.shape[1], config.block_size
     sees = context_position[:, None] < position[..., None]  # [B, N, S]
     sees &= context_document[:, None] == document[..., None]
-    if window:
-        sees &= context_position[:, None] >= position[..., None] - window
+    sees = sees.repeat_interleave(size, 1)  # [B, N K, S]
     slot = torch.arange(blocks * size, device=position.device)
     own = slot[:, None] // size == slot // size  # [N K, N K]
-    if window and not config.sliding_window_non_causal:
-        own &= slot[:, None] >= slot
-    sees = sees.repeat_interleave(size, 1)  # [B, N K, S]
+    if window:
+        first = position.repeat_interleave(size, 1) - window  # [B, N K]
+        if config.sliding_window_from_slot:
+            first = first + slot % size + 1
+            own &= (slot[:, None] - slot).abs() < window
+        sees &= context_position[:, None] >= first[..., None]
+        if not config.sliding_window_non_causal:
+            own &= slot[:, None] >= slot
     return torch.cat([sees, own.expand(len(sees), -1, -1)], -1)  # [B, N K, S + N K]
 
 def attend(query, key, value, mask, scale):
@@ -321,6 +335,7 @@ class DSparkDraft(nn.Module):
         """embed_tokens, target_head [V, d]; lm_head [D, d]; draft_ids [D]: draft -> target id"""
         super().__init__()
         self.config, d, eps = config, config.hidden_size, config.rms_norm_eps
+        self.own = []  # which of embed_tokens and lm_head are not the target's, hence saved
         self.fc = nn.Linear(len(config.target_layer_ids) * d, d, bias=False)
         self.hidden_norm, self.norm = RMSNorm(d, eps), RMSNorm(d, eps)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
@@ -348,6 +363,7 @@ class DSparkDraft(nn.Module):
         draft = cls(config, embedding, head if len(ids) == len(head) else head[ids], head, ids)
         if draft.markov_head is not None:
             nn.init.normal_(draft.markov_head.markov_w1.weight, std=markov_std)
+        draft.own = ["lm_head"] if len(ids) < len(head) else []
         return draft.to(head.device)
 
     def context_keys_values(self, features, position):
@@ -479,13 +495,14 @@ class DSparkDraft(nn.Module):
         return Proposal(torch.stack(tokens, 1), q, confidence)
 
     def save_pretrained(self, folder):
-        """Write config.json and model.safetensors in speculators' format, which vLLM serves."""
-        tensors, config, ids = dict(self.state_dict()), self.config, self.draft_ids
+        """Write config.json and model.safetensors in speculators' format, which vLLM serves; says
+        once what vLLM does not do with them. ValueError if a tensor is missing or misshapen."""
+        config, ids, folder = self.config, self.draft_ids, pathlib.Path(folder)
+        tensors = {**self.state_dict(), **{n + ".weight": getattr(self, n) for n in self.own}}
         if config.draft_vocab_size < config.vocab_size:
-            tensors["lm_head.weight"] = self.lm_head
             tensors["d2t"] = ids - torch.arange(len(ids), device=ids.device)  # offsets
             tensors["t2d"] = torch.isin(torch.arange(config.vocab_size, device=ids.device), ids)
-        folder = pathlib.Path(folder)
+        check_tensors(tensors, config, folder)
         folder.mkdir(parents=True, exist_ok=True)
         # Both files are complete under another name before either takes its place.
         weights, text = folder / "model.safetensors.tmp", folder / "config.json.tmp"
@@ -496,22 +513,25 @@ class DSparkDraft(nn.Module):
 
     @classmethod
     def from_pretrained(cls, folder, target):
-        """Load a draft in speculators' format (ours) and pair it with `target`; ValueError names
-        missing or unexpected tensors and a target of other sizes."""
-        folder = pathlib.Path(folder)
-        for name in ("config.json", "model.safetensors"):
-            require((folder / name).is_file(), f"no draft in {folder}: {name} is missing")
-        config = read_config(json.loads((folder / "config.json").read_text()), target)
-        tensors, head = load_file(folder / "model.safetensors"), check_target(target)
-        lm_head, ids = tensors.pop("lm_head.weight", head), torch.arange(config.draft_vocab_size)
-        if tensors.pop("t2d", None) is not None:
-            ids = ids + tensors.pop("d2t")
-        require(len(lm_head) == len(ids), f"{folder}: lm_head.weight has {len(lm_head)} rows, the "
-                f"draft vocabulary {len(ids)}")
-        draft = cls(config, target.get_input_embeddings().weight, lm_head.to(head), head, ids)
-        missing, unexpected = draft.load_state_dict(tensors, strict=False)
-        require(not missing and not unexpected, f"{folder}: missing tensors {missing}, unexpected "
-                f"tensors {unexpected}")
+        """Load a draft of speculators, DeepSpec or z-lab from a folder or the hub (json and
+        safetensors only), pair it with `target`, print one line about it. ValueError names missing
+        or unexpected tensors and a target of other sizes. Its own embedding and head win."""
+        raw, tensors = read_checkpoint(folder)
+        config, line = read_config(raw, target, folder)
+        check_tensors(tensors, config, folder)
+        head, ids = check_target(target), torch.arange(config.draft_vocab_size)
+        ids, _ = ids + tensors.pop("d2t", 0), tensors.pop("t2d", None)
+        require(ids[0] >= 0 and (ids.diff() > 0).all() and ids[-1] < len(head),
+                f"{folder}: d2t must hold offsets from draft ids to ascending target ids")
+        draft = cls(config, target.get_input_embeddings().weight, head, head, ids)
+        for name in ("embed_tokens", "lm_head"):
+            ours = getattr(draft, name)
+            theirs = tensors.pop(name + ".weight", ours).to(ours)
+            if not torch.equal(theirs, ours):
+                setattr(draft, name, theirs)
+                draft.own.append(name)
+        draft.load_state_dict(tensors)
+        print(line)
         return draft.to(head.device)
 
 # -------------------------------------------------------------------- pairing and config.json
@@ -519,7 +539,17 @@ QWEN3_FIELDS = ("hidden_size intermediate_size num_hidden_layers num_attention_h
                 "num_key_value_heads head_dim rms_norm_eps max_position_embeddings").split()
 DSPARK_FIELDS = ("mask_token_id block_size draft_vocab_size markov_rank markov_head_type "
                  "sample_from_anchor enable_confidence_head confidence_head_with_markov "
-                 "sliding_window_non_causal dspark_extra").split()
+                 "sliding_window_non_causal").split()
+READ_FIELDS = QWEN3_FIELDS + DSPARK_FIELDS + [
+    "rope_theta", "layer_types", "sliding_window", "sliding_window_from_slot", "dspark_extra"]
+DFLASH = dict(markov_rank=0, enable_confidence_head=False, sample_from_anchor=False,
+              sliding_window_non_causal=False)
+FORMATS = {  # speculators_model_type or architecture: name, and what its config.json leaves unsaid
+    "dspark": ("speculators dspark", dict(sliding_window_non_causal=False)),
+    "dflash": ("speculators dflash", DFLASH), "Qwen3DSparkModel": ("DeepSpec", {}),
+    "DFlashDraftModel": ("z-lab DFlash", dict(DFLASH, sliding_window_from_slot=True))}
+ASSUMED = dict(hidden_act="silu", attention_bias=False, rope_type="default", is_causal=False, causal=False,
+               input_embedding_scale=1.0, output_multiplier=1.0, final_logit_softcapping=0)
 
 def check_target(target):
     """-> the LM head's weight [V, d]. Training rebuilds logits as lm_head(last hidden state): a
@@ -533,67 +563,123 @@ def check_target(target):
             " hidden state); soft caps, logit scales and biased heads are not supported")
     return head
 
-def rope_base(config):
-    """rope_theta: under rope_parameters in transformers 5, at the top level before."""
-    nested = config.get("rope_parameters") or {}
-    return float(nested.get("rope_theta") or config.get("rope_theta") or 10000.0)
+def check_tensors(tensors, config, place):
+    """Names and shapes, both ways. vLLM does not look: what is missing it serves uninitialised."""
+    rows, few, d = config.vocab_size, config.draft_vocab_size, config.hidden_size
+    with torch.device("meta"):
+        state = DSparkDraft(config, *[torch.empty(0)] * 4).state_dict()
+    wanted, found = ({k: tuple(v.shape) for k, v in x.items()} for x in (state, tensors))
+    needed = {*wanted, "lm_head.weight", "d2t"} if few < rows else {*wanted}
+    wanted.update({"embed_tokens.weight": (rows, d), "lm_head.weight": (few, d), "d2t": (few,),
+                   "t2d": (rows,)})
+    missing, unexpected = sorted(needed - {*found}), sorted(found.items() - wanted.items())
+    require(not missing and not unexpected, f"{place}: missing tensors {missing}, unexpected "
+            f"tensors {unexpected}")
+
+def flatten(raw):
+    """A config.json of any format on one level; what is nested wins, null counts as absent."""
+    flat = dict(raw)
+    for part in ("dspark_extra", "transformer_layer_config", "dflash_config", "rope_scaling",
+                 "rope_parameters"):  # the last since transformers 5; rope_theta was on top before
+        flat.update(flat.get(part) or {})
+    return {name: value for name, value in flat.items() if value is not None}
+
+def name_of(target):
+    return dict(name_or_path=target.config._name_or_path, architectures=[type(target).__name__])
 
 def config_for(target, overrides):
     """The DSparkConfig of a fresh draft: the target's sizes, then the overrides."""
-    source, rows = target.config.to_dict(), len(target.get_input_embeddings().weight)
+    source, rows = flatten(target.config.to_dict()), len(target.get_input_embeddings().weight)
     layers, known = source["num_hidden_layers"], {f.name for f in dataclasses.fields(DSparkConfig)}
     require(set(overrides) <= known, f"DSparkConfig has no fields {sorted(set(overrides) - known)}")
-    fields = {name: source.get(name) for name in QWEN3_FIELDS}
-    each = source["hidden_size"] // source["num_attention_heads"]
-    fields["head_dim"] = fields["head_dim"] or each
+    fields = {"head_dim": source["hidden_size"] // source["num_attention_heads"]}
+    fields.update((name, source[name]) for name in [*QWEN3_FIELDS, "rope_theta"] if name in source)
     fields.update(
         num_hidden_layers=3, num_target_layers=layers, vocab_size=rows, mask_token_id=rows - 1,
         target_layer_ids=sorted({1, layers // 2 - 1, layers - 4} & set(range(layers - 1))),
-        rope_theta=rope_base(source), verifier={"name_or_path": target.config._name_or_path,
-                                                "architectures": [type(target).__name__]})
+        verifier=name_of(target))
     return DSparkConfig(**{**fields, **overrides})
 
+@functools.cache
+def say_once(line):
+    print(line)
+
 def speculators_json(config):
-    """config.json with every field written, since the loaders' defaults disagree."""
-    dspark = config.markov_rank or config.enable_confidence_head or config.sample_from_anchor
-    kind = "dspark" if dspark else "dflash"
-    proposal = {"proposal_type": "greedy", "speculative_tokens": config.gamma}
+    """config.json with every field written, since the loaders' defaults disagree. vLLM serves rank
+    0 as "dflash" only; speculators reads any rank 0 as "dspark"."""
+    rank, sliding = config.markov_rank, "sliding_attention" in config.layer_types
+    dspark = rank or config.enable_confidence_head or config.sample_from_anchor
+    kind, proposal = "dspark" if dspark else "dflash", {"proposal_type": "greedy"}
+    for holds, line in (
+            (dspark and not rank, "of rank 0 only drafts without confidence head and anchor slot"),
+            (rank and config.markov_head_type != "vanilla", "no Markov head but vanilla"),
+            (sliding, "sliding windows perhaps in another way than this draft was trained")):
+        if holds:
+            say_once(f"note: vLLM serves {line}")
+    slot = {"sliding_window_from_slot": True} if config.sliding_window_from_slot else {}
     return {
         "architectures": ["DSparkDraftModel" if dspark else "DFlashDraftModel"],
-        "speculators_model_type": kind,
-        "speculators_version": "0.9.0",
-        "speculators_config": {"algorithm": kind, "default_proposal_method": "greedy",
-                               "proposal_methods": [proposal], "verifier": config.verifier},
+        "speculators_model_type": kind, "speculators_version": "0.9.0",
+        "speculators_config": {
+            "algorithm": kind, "default_proposal_method": "greedy", "verifier": config.verifier,
+            "proposal_methods": [dict(proposal, speculative_tokens=config.gamma)]},
         "transformer_layer_config": {
             "model_type": "qwen3", "hidden_act": "silu", "attention_bias": False,
             **{name: getattr(config, name) for name in QWEN3_FIELDS},
-            "layer_types": config.layer_types, "sliding_window": config.sliding_window or None,
+            "layer_types": config.layer_types, "use_sliding_window": sliding,
+            "sliding_window": config.sliding_window or None,
             "rope_parameters": {"rope_theta": config.rope_theta, "rope_type": "default"}},
         "aux_hidden_state_layer_ids": [k + 1 for k in config.target_layer_ids],  # 0 = embeddings
         **{name: getattr(config, name) for name in DSPARK_FIELDS},
-        "tie_word_embeddings": False}
+        "tie_word_embeddings": False, "dspark_extra": {**config.dspark_extra, **slot}}
 
-def read_config(raw, target):
-    """speculators' config.json -> DSparkConfig, checked against the target it is loaded for."""
-    kind = raw.get("speculators_model_type")
-    require(kind in ("dspark", "dflash"), "config.json: speculators_model_type must be dspark or "
-            f"dflash, got {kind!r}")
-    inner, fields = raw["transformer_layer_config"], dict(sliding_window_non_causal=False)
-    rows, width = target.get_input_embeddings().weight.shape
-    verifier = raw["speculators_config"]["verifier"]
-    needs = (inner["vocab_size"], inner["hidden_size"])
-    ids, layers = raw["aux_hidden_state_layer_ids"], target.config.num_hidden_layers
-    require(needs == (rows, width) and ids[-1] < layers, f"a draft of {verifier['name_or_path']} "
-            f"(vocabulary, hidden size {needs}, reads layer {ids[-1]}) does not fit "
-            f"{target.config._name_or_path} {(rows, width)} with {layers} layers")
-    if kind == "dflash":
-        fields.update(markov_rank=0, enable_confidence_head=False, sample_from_anchor=False)
-    fields.update({name: inner[name] for name in QWEN3_FIELDS})
-    fields.update({name: raw[name] for name in DSPARK_FIELDS if name in raw})
-    return DSparkConfig(
-        **fields, num_target_layers=layers, rope_theta=rope_base(inner), verifier=verifier,
-        target_layer_ids=[k - 1 for k in ids], layer_types=inner.get("layer_types") or (),
-        sliding_window=inner.get("sliding_window") or 0)
+def read_checkpoint(name):
+    """-> config.json, tensors of a folder, else of a hub id, asked for once; no pickle, no code"""
+    folder, tensors, patterns = pathlib.Path(name), {}, ["*.json", "*.safetensors"]
+    try:
+        if not folder.is_dir():
+            folder = snapshot_download(str(name), allow_patterns=patterns, etag_timeout=5)
+        folder, files = pathlib.Path(folder), ["model.safetensors"]
+        raw = json.loads((folder / "config.json").read_text())
+        if not (folder / files[0]).is_file():
+            index = json.loads((folder / "model.safetensors.index.json").read_text())
+            files = {*index["weight_map"].values()}
+        for file in files:
+            tensors.update(load_file(folder / file))
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise ValueError(f"no draft in {name}: expected a folder or hub id with config.json and "
+                         f"model.safetensors ({str(error).splitlines()[0]})") from error
+    return raw, tensors
+
+def read_config(raw, target, place):
+    """Any format -> DSparkConfig, checked against the target; a line that says what it is"""
+    kind = raw.get("speculators_model_type") or (raw.get("architectures") or [None])[0]
+    require(kind in FORMATS, f"{place}: config.json must be of {[*FORMATS]}, got {kind!r}")
+    (name, unsaid), flat = FORMATS[kind], flatten(raw)
+    odd = {key: flat[key] for key, value in ASSUMED.items() if flat.get(key, value) != value}
+    require(not odd, f"{place}: drafts with {odd} are not supported")
+    verifier = raw.get("speculators_config", {}).get("verifier", {})
+    ids = flat.get("target_layer_ids", [k - 1 for k in flat.get("aux_hidden_state_layer_ids", [])])
+    has = [*target.get_input_embeddings().weight.shape, target.config.num_hidden_layers]
+    needs = [flat.get(key) for key in ("vocab_size", "hidden_size")]
+    needs.append(flat.get("num_target_layers", has[2]))
+    require(needs == has and max(ids, default=0) < has[2] - 1, f"draft {place} of "
+            f"{verifier.get('name_or_path', 'another target')} (vocabulary, hidden size, layers "
+            f"{needs}, reads layers {ids}) does not fit {target.config._name_or_path} {has}")
+    if flat.get("is_causal") is False:  # z-lab's spelling
+        flat["sliding_window_non_causal"] = True
+    fields = {**unsaid, **{key: flat[key] for key in READ_FIELDS if key in flat}}
+    try:
+        config = DSparkConfig(**fields, num_target_layers=has[2], target_layer_ids=ids,
+                              verifier=verifier or name_of(target))
+    except TypeError as error:
+        raise ValueError(f"{place}: config.json: {error}") from error
+    head = f"{config.markov_head_type} head" if config.markov_rank else "no Markov head"
+    line = (f"draft {place}: {name} format, sample_from_anchor {config.sample_from_anchor} ("
+            f"{config.gamma} drafts), {head}, target layers {ids} ({[k + 1 for k in ids]} by "
+            "speculators' count)")
+    causal = kind == "dflash" and raw.get("sliding_window_non_causal") is False
+    return config, line + causal * "; its literal false makes all layers causal in vLLM"
 
 # ------------------------------------------------ calibration (sec. 3.2.1) and scheduling (3.2.2)
 def calibration_error(predicted, happened):

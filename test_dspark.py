@@ -278,26 +278,11 @@ def test_loss_terms_equal_speculators_by_its_formula(name):
     loss = (mask * torch.exp(-slot / 4) * (slot >= 0) * value).sum() / (mask.sum() + 1e-5)
     assert loss.item() == pytest.approx(CASES[name]["loss"], abs=1e-5)
 
-def draft_by_hand(name, target):
-    """A DeepSpec or z-lab checkpoint: tensor names as ours, another config.json."""
-    raw = json.loads((DATA / name / "config.json").read_text())
-    kind = dict(markov_rank=8, markov_head_type=raw.get("markov_head_type"))
-    if name not in DEEPSPEC:
-        kind = dict(HEADS["none"], enable_confidence_head=False, sample_from_anchor=False)
-    draft = DSparkDraft.from_target(target, num_hidden_layers=2, target_layer_ids=[0, 1, 2],
-                                    mask_token_id=127, block_size=raw["block_size"], **kind)
-    tensors = load_file(DATA / name / "model.safetensors")
-    for key, own in (("embed_tokens", target.get_input_embeddings()),
-                     ("lm_head", target.get_output_embeddings())):
-        assert torch.equal(tensors.pop(key + ".weight", own.weight), own.weight)
-    draft.load_state_dict(tensors)
-    return draft
-
 @each("name", DEEPSPEC)
 def test_training_forward_loss_and_gradients_equal_deepspec(name):
     """Group B: a batch of two with a dummy anchor. Its L1 weighs 0.9, that is twice our TV."""
     io, target = load_case(name)
-    draft = draft_by_hand(name, target)
+    draft = DSparkDraft.from_pretrained(DATA / name, target)
     features, last, ids, mask, anchors, valid = (io["train.in." + key] for key in (
         "target_hidden_states", "target_last_hidden_states", "input_ids", "loss_mask",
         "anchor_positions", "block_keep_mask"))
@@ -321,7 +306,8 @@ def test_cached_drafting_equals_deepspec_and_zlab(name):
     io, target = load_case(name)
     io = {key.removeprefix("infer."): value for key, value in io.items()}
     features = io.get("in.sequence_target_hidden_states", io.get("in.sequence_target_hidden"))
-    draft, zero, context = draft_by_hand(name, target), torch.zeros(1, 1, dtype=torch.long), None
+    draft, context = DSparkDraft.from_pretrained(DATA / name, target), None
+    zero = torch.zeros(1, 1, dtype=torch.long)
     for r, done, start in ((1, 0, 11), (2, 11, 14)):
         step = {key[7:]: value for key, value in io.items() if key.startswith(f"r{r}.out.")}
         new = draft.context_keys_values(features[:, done:start], torch.arange(done, start)[None])
@@ -333,6 +319,8 @@ def test_cached_drafting_equals_deepspec_and_zlab(name):
         hidden = draft.run_blocks(
             anchor[None], at[None], zero, context, torch.arange(start)[None], zero)
         close(hidden[:, 0], step.get("block_hidden", step.get("hidden")))
+        base = step.get("base_logits", step.get("draft_logits"))
+        close(draft.base_logits(hidden[:, 0, draft.config.first_slot :]), base)
         gamma = draft.config.gamma
         out = draft.propose(anchor, at, context, gamma, torch.zeros(1, gamma))
         assert torch.equal(out.tokens, step.get("sampled_tokens", step.get("draft_tokens")))
@@ -490,19 +478,223 @@ def test_the_checkpoint_holds_the_draft_alone(tmp_path):
     assert (torch.arange(len(DRAFT_IDS)) + stored["d2t"]).tolist() == DRAFT_IDS
     assert stored["t2d"].nonzero()[:, 0].tolist() == DRAFT_IDS
 
-@each("missing, unexpected", [("fc.weight", None), (None, "fc.wait")])
-def test_missing_and_unexpected_tensors_raise_by_name(tmp_path, missing, unexpected):
-    """Pitfall 18: keys skipped silently."""
+def edit(folder, change):
+    """Rewrite the config.json of a saved draft: change(raw) returns another, or None."""
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(change(raw) or raw))
+
+def as_deepspec(raw):
+    """The same draft in DeepSpec's config.json: Qwen3's fields on top, layers from 0, no layout."""
+    ids = [k - 1 for k in raw["aux_hidden_state_layer_ids"]]
+    names = ("mask_token_id block_size markov_rank markov_head_type enable_confidence_head "
+             "confidence_head_with_markov").split()
+    return dict(raw["transformer_layer_config"], architectures=["Qwen3DSparkModel"],
+                target_layer_ids=ids, num_target_layers=4, **{name: raw[name] for name in names})
+
+def as_zlab(raw):
+    """The same draft in z-lab's config.json."""
+    ids = [k - 1 for k in raw["aux_hidden_state_layer_ids"]]
+    nested = dict(mask_token_id=raw["mask_token_id"], target_layer_ids=ids)
+    return dict(raw["transformer_layer_config"], architectures=["DFlashDraftModel"],
+                block_size=raw["block_size"], dflash_config=nested, num_target_layers=4)
+
+PLAIN_DFLASH = dict(HEADS["none"], enable_confidence_head=False)
+
+@each("overrides, convert", [
+    ({}, as_deepspec), (dict(markov_head_type="rnn"), as_deepspec), (PLAIN_DFLASH, as_deepspec),
+    (dict(PLAIN_DFLASH, sample_from_anchor=False), as_zlab)])
+def test_one_draft_in_another_format_is_the_same_draft(tmp_path, overrides, convert):
+    """Pitfall 16 (layer ids off by one between formats); DeepSpec's DFlash samples from the
+    anchor, z-lab's does not."""
+    draft = make_draft(**overrides)
+    draft.save_pretrained(tmp_path)
+    edit(tmp_path, convert)
+    again = DSparkDraft.from_pretrained(tmp_path, make_target())
+    assert again.config.target_layer_ids == [0, 2] and again.config.gamma == draft.config.gamma
+    features, ids, anchors = torch.randn(1, 12, 64), torch.arange(12)[None], torch.tensor([[2, 5]])
+    assert torch.equal(draft(features, ids, anchors).logits, again(features, ids, anchors).logits)
+
+@each("name", [*SPECULATORS, *DEEPSPEC, "zlab_dflash"])
+def test_one_line_says_what_was_loaded(capsys, name):
+    """Pitfalls 15 and 16: format, layout, head, layers by both counts; vLLM's reading of a literal
+    sliding_window_non_causal false, which is not copied."""
+    draft = DSparkDraft.from_pretrained(DATA / name, load_case(name)[1])
+    (line,) = capsys.readouterr().out.splitlines()
+    known = {"spec_dspark": "speculators dspark", "spec_dflash": "speculators dflash",
+             "deepspec": "DeepSpec", "zlab_dflash": "z-lab"}
+    assert next(text for start, text in known.items() if name.startswith(start)) in line
+    layout = name.endswith("noanchor") or "dflash" in name
+    assert f"sample_from_anchor {not layout} ({draft.config.block_size - layout} drafts)" in line
+    head = next((kind for kind in MARKOV_HEADS if kind in name), "no Markov")
+    assert f"{head} head" in line and "[0, 1, 2] ([1, 2, 3]" in line
+    assert ("causal in vLLM" in line) == (name == "spec_dflash")
+    assert draft.config.sliding_window_non_causal != ("sliding" in name)
+
+@each("overrides, kind, words", [
+    (dict(PLAIN_DFLASH, sample_from_anchor=False), "dflash", ""),
+    (PLAIN_DFLASH, "dspark", "rank 0"), (HEADS["none"], "dspark", "rank 0"), ({}, "dspark", ""),
+    (dict(HEADS["none"], sample_from_anchor=False), "dspark", "rank 0"),
+    (HEADS["rnn"], "dspark", "vanilla"), (HEADS["gated"], "dspark", "vanilla")])
+def test_what_vllm_does_not_serve_is_said_once(tmp_path, capsys, overrides, kind, words):
+    draft = make_draft(**overrides)
+    dspark.say_once.cache_clear()
+    for _ in range(2):
+        draft.save_pretrained(tmp_path)
+    raw, out = json.loads((tmp_path / "config.json").read_text()), capsys.readouterr().out
+    assert (raw["speculators_model_type"], raw["speculators_config"]["algorithm"]) == (kind, kind)
+    assert raw["architectures"] == [dict(dspark="DSpark", dflash="DFlash")[kind] + "DraftModel"]
+    assert raw["sliding_window_non_causal"] is True
+    assert raw["sample_from_anchor"] == draft.config.sample_from_anchor
+    assert words in out and out.count("vLLM") == bool(words)
+
+def test_sliding_windows_of_zlab_end_at_the_slot(tmp_path):
+    """There a query sees keys less than W before it, in the block causally unless is_causal is
+    false; the rule survives saving in speculators' format, which has no field for it."""
+    target, window = make_target(), 3
+    draft = make_draft(**PLAIN_DFLASH, sample_from_anchor=False, sliding_window=window,
+                       layer_types=["sliding_attention", "full_attention"])
+    draft.save_pretrained(tmp_path)
+    edit(tmp_path, as_zlab)
+    positions, anchor = torch.arange(12)[None], torch.tensor([[7]])
+    key, query = torch.cat([positions[0, :7], 7 + torch.arange(4)]), 7 + torch.arange(4)[:, None]
+    for causal in (True, False):
+        edit(tmp_path, lambda raw: None if causal else dict(raw, is_causal=False))
+        DSparkDraft.from_pretrained(tmp_path, target).save_pretrained(tmp_path / "again")
+        config = DSparkDraft.from_pretrained(tmp_path / "again", target).config
+        seen = visibility(anchor, 0 * anchor, positions, 0 * positions, config, window)[0]
+        expected = (query - key).abs() < window if not causal else (
+            (key <= query) & (query - key < window))
+        assert torch.equal(torch.cat([seen[:, :7], seen[:, 12:]], 1), expected)
+        assert not seen[:, 7:12].any()
+
+def test_sharded_checkpoints_are_read_whole(tmp_path):
     make_draft().save_pretrained(tmp_path)
-    file = tmp_path / "model.safetensors"
-    tensors = load_file(file)
-    tensors[unexpected or missing] = torch.ones(3)
-    save_file({name: x for name, x in tensors.items() if name != missing}, file)
-    with pytest.raises(ValueError, match=missing or unexpected):
-        DSparkDraft.from_pretrained(tmp_path, make_target())
+    file, index = tmp_path / "model.safetensors", tmp_path / "model.safetensors.index.json"
+    tensors, shards = load_file(file), [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
     file.unlink()
-    with pytest.raises(ValueError, match="model.safetensors"):
+    places = {name: shards[i % 2] for i, name in enumerate(tensors)}
+    index.write_text(json.dumps({"weight_map": places}))
+    for shard in shards:
+        some = {name: x for name, x in tensors.items() if places[name] == shard}
+        save_file(some, tmp_path / shard)
+    state = DSparkDraft.from_pretrained(tmp_path, make_target()).state_dict()
+    assert all(torch.equal(state[name], x) for name, x in tensors.items())
+    (tmp_path / shards[1]).unlink()
+    with pytest.raises(ValueError, match=shards[1]):
         DSparkDraft.from_pretrained(tmp_path, make_target())
+
+def test_a_drafts_own_embedding_and_head_win_and_are_saved(tmp_path):
+    """Copies of the target's, which DeepSpec saves, are not."""
+    target, draft = make_target(), make_draft()
+    draft.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for change, own in ((0, []), (1, ["embed_tokens", "lm_head"])):
+        copies = {"embed_tokens.weight": draft.embed_tokens + change,
+                  "lm_head.weight": draft.lm_head + change}
+        save_file({**tensors, **copies}, tmp_path / "model.safetensors")
+        for _ in range(2):
+            again = DSparkDraft.from_pretrained(tmp_path, target)
+            assert again.own == own and torch.equal(again.lm_head, draft.lm_head + change)
+            assert torch.equal(again.embed_tokens, draft.embed_tokens + change)
+            again.save_pretrained(tmp_path)
+        stored = load_file(tmp_path / "model.safetensors")
+        assert {*stored} - {*tensors} == {name + ".weight" for name in own}
+
+@each("change, words", [
+    (dict(d2t=torch.tensor(DRAFT_IDS)), "d2t"),  # absolute ids
+    (dict(d2t=None), "missing tensors ..d2t"), (dict({"lm_head.weight": None}), "lm_head.weight"),
+    (dict({"fc.weight": None}), "missing tensors ..fc.weight"),
+    (dict({"fc.weight": torch.ones(3)}), r"unexpected tensors \[\(.fc.weight., \(3,"),
+    (dict({"fc.wait": torch.ones(3)}), "unexpected tensors .*fc.wait")], ids=str)
+def test_tensors_that_do_not_fit_raise_by_name(tmp_path, change, words):
+    """Pitfalls 17 (d2t as absolute ids), 18 (keys skipped silently)."""
+    make_draft(draft_ids=DRAFT_IDS).save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = {**load_file(file), **change}
+    save_file({name: x for name, x in tensors.items() if x is not None}, file)
+    with pytest.raises(ValueError, match=words):
+        DSparkDraft.from_pretrained(tmp_path, make_target())
+
+def test_saving_checks_its_own_tensors(tmp_path):
+    """vLLM would serve what is missing as uninitialised memory."""
+    draft = make_draft()
+    draft.confidence_head = None
+    with pytest.raises(ValueError, match="missing tensors .*confidence_head.proj.bias"):
+        draft.save_pretrained(tmp_path / "draft")
+    assert not (tmp_path / "draft").exists()
+
+@each("change, words", [
+    (dict(speculators_model_type="eagle3"), "eagle3"), (dict(mask_token_id=None), "mask_token_id"),
+    (dict(dflash_config=dict(rope_parameters=dict(rope_type="yarn"))), "yarn"),
+    (dict(dflash_config=dict(attention_bias=True)), "attention_bias"),
+    (dict(block_size="8"), "config.json"),
+    (dict(dflash_config=dict(layer_types=["sliding_attention"] * 2)), "sliding_window"),
+    (dict(aux_hidden_state_layer_ids=[1, 4]), r"\[0, 3\]"), (None, "config.json")], ids=str)
+def test_what_cannot_be_read_is_refused_by_name(tmp_path, change, words):
+    """What is not computed here would be silently wrong; a damaged file is no traceback."""
+    make_draft().save_pretrained(tmp_path)
+    edit(tmp_path, lambda raw: dict(raw, **change or {}))
+    if change is None:
+        (tmp_path / "model.safetensors").write_bytes(b"no tensors")
+    with pytest.raises(ValueError, match=words):
+        DSparkDraft.from_pretrained(tmp_path, make_target())
+
+def test_hub_ids_are_asked_for_once_and_without_code(tmp_path, monkeypatch):
+    """Only json and safetensors are fetched; without a hub one clear error, at once."""
+    make_draft().save_pretrained(tmp_path)
+    asked = []
+    def hub(name, allow_patterns, **options):
+        asked.append((name, sorted(allow_patterns)))
+        if name == "org/none":
+            raise OSError("no route to the hub\nmore lines")
+        return str(tmp_path)
+    monkeypatch.setattr(dspark, "snapshot_download", hub)
+    DSparkDraft.from_pretrained("org/draft", make_target())
+    with pytest.raises(ValueError, match=r"org/none.*config.json.*\(no route to the hub\)$"):
+        DSparkDraft.from_pretrained("org/none", make_target())
+    DSparkDraft.from_pretrained(tmp_path, make_target())  # a folder: not asked
+    patterns = ["*.json", "*.safetensors"]
+    assert asked == [("org/draft", patterns), ("org/none", patterns)]
+
+@each("name", SPECULATORS)
+def test_round_trip_with_the_installed_library(tmp_path, monkeypatch, name):
+    """What we save, speculators loads and computes the fixture's logits and loss with; what it
+    saves, we load. Run where that library is installed."""
+    pytest.importorskip("speculators")
+    from speculators import SpeculatorModel, SpeculatorModelConfig, losses
+    from speculators.models.dflash import core as dflash_core
+    from speculators.models.dspark import core as dspark_core
+
+    io, target = load_case(name)
+    DSparkDraft.from_pretrained(DATA / name, target).save_pretrained(tmp_path / "ours")
+    monkeypatch.chdir(DATA)  # the verifier's name is relative to it
+    config, seen = SpeculatorModelConfig.from_pretrained(tmp_path / "ours"), {}
+    config.transformer_layer_config._attn_implementation = "eager"
+    model = SpeculatorModel.from_pretrained(tmp_path / "ours", config=config).float().eval()
+    module = dspark_core if config.speculators_model_type == "dspark" else dflash_core
+    real, anchors = module.compute_metrics, (io["in.anchors"], io["in.anchor_valid"])
+    def metrics(logits, *rest, **options):
+        seen.update(logits=logits, confidence_logits=rest[1])
+        return real(logits, *rest, **options)
+    monkeypatch.setattr(module, "compute_metrics", metrics)
+    monkeypatch.setattr(dflash_core, "select_anchors", lambda *rest: anchors)
+    names = ("hidden_states", "input_ids", "loss_mask", "verifier_last_hidden_states",
+             "document_ids", "position_ids")
+    terms = losses.resolve_loss_config('{"ce": 0.1, "tv": 0.9}', "eager")
+    options = dict(tv_loss_fn=terms["tv"][0]) if module is dspark_core else {}  # else Triton's
+    with torch.no_grad():
+        out = model(*(io["in." + key] for key in names), loss_config=terms,
+                    max_anchors=len(anchors[0]), **options)
+    close(seen["logits"], io["out.logits"])
+    if "out.confidence_logits" in io:
+        close(seen["confidence_logits"], io["out.confidence_logits"])
+    assert out[1].item() == pytest.approx(CASES[name]["loss"], abs=1e-5)
+    model.save_pretrained(tmp_path / "theirs")
+    again = DSparkDraft.from_pretrained(tmp_path / "theirs", target)
+    for key, x in load_file(DATA / name / "model.safetensors").items():
+        if key not in ("lm_head.weight", "t2d", "d2t"):
+            assert torch.equal(again.state_dict()[key], x)
+    assert torch.equal(again.lm_head, speculators_case(name)[1].lm_head)
 
 def test_a_draft_of_another_target_is_refused_naming_both(tmp_path):
     """Pitfall 19."""
@@ -1133,3 +1325,20 @@ def test_teacher_states_give_the_targets_logits():
         features, _, logits = states_of(make_target(), document["ids"])
         close(states[:, :64], features)
         close(states[:, 64:] @ make_target().get_output_embeddings().weight.T, logits)
+
+@each("name, flags, head", [
+    ("zlab_dflash", [], "vanilla"), ("spec_dflash", ["--markov-head-type", "rnn"], "rnn"),
+    ("zlab_dflash", ["--markov-rank", "0", "--no-enable-confidence-head"], None),
+    ("deepspec_gated", ["--no-enable-confidence-head"], "gated"),
+    ("spec_dspark_nomarkov", [], None)])
+def test_a_dflash_checkpoint_gains_the_heads_that_are_asked_for(name, flags, head):
+    """--from-pretrained continues all formats; the body and the slot layout stay the file's."""
+    args = train.parser().parse_args(["--from-pretrained", str(DATA / name), "--markov-rank", "8",
+                                      *flags])
+    draft = train.fresh_draft(args, load_case(name)[1], None)
+    assert type(draft.markov_head) is MARKOV_HEADS.get(head, type(None))
+    assert (draft.confidence_head is None) == (head is None and name == "zlab_dflash")
+    assert draft.config.sample_from_anchor == ("dflash" not in name)
+    state, stored = draft.state_dict(), load_file(DATA / name / "model.safetensors")
+    assert all(torch.equal(state[key], x) for key, x in stored.items() if key in state)
+    assert not {*state} - {*stored} or "dflash" in name

@@ -546,18 +546,34 @@ def resume(folder, draft, optimizer, run, target):
     optimizer.load_state_dict(state)
     return facts["step"], facts["best"]
 
+HEAD_FLAGS = ("markov_rank", "markov_head_type", "enable_confidence_head",
+              "confidence_head_with_markov")
+
+def warm_start(draft, args):
+    """A DFlash checkpoint has no heads: it gains those that the flags ask for, its body stays."""
+    if draft.markov_head is not None or draft.confidence_head is not None:
+        return draft
+    heads = {name: getattr(args, name) for name in HEAD_FLAGS}
+    config = dspark.DSparkConfig(**{**vars(draft.config), **heads})
+    grown = DSparkDraft(config, draft.embed_tokens, draft.lm_head, draft.target_head,
+                        draft.draft_ids)
+    grown.load_state_dict(draft.state_dict(), strict=False)  # the fresh heads are missing
+    grown.own = draft.own
+    if grown.markov_head is not None:
+        torch.nn.init.normal_(grown.markov_head.markov_w1.weight, std=args.markov_std)
+    return grown.to(draft.target_head.device)
+
 def fresh_draft(args, target, tokenizer, draft_ids=None):
     """A draft by the flags, or the one of --from-pretrained; float32 weights."""
     if args.from_pretrained:
-        return DSparkDraft.from_pretrained(args.from_pretrained, target)
+        return warm_start(DSparkDraft.from_pretrained(args.from_pretrained, target), args)
     mask, rows = args.mask_token_id, len(target.get_input_embeddings().weight)
     if mask is None:
         mask = len(tokenizer) if tokenizer.mask_token_id is None else tokenizer.mask_token_id
     require(0 <= mask < rows, f"mask token {mask} is none of the {rows} embedding rows: give "
             "--mask-token-id, a special token that your text never uses, of "
             f"{dict(sorted((i, t) for t, i in tokenizer.get_added_vocab().items()))}")
-    names = ("block_size", "sample_from_anchor", "markov_rank", "markov_head_type",
-             "enable_confidence_head", "confidence_head_with_markov")
+    names = ("block_size", "sample_from_anchor", *HEAD_FLAGS)
     shape = {name: getattr(args, name) for name in names}
     if args.target_layer_ids:
         shape["target_layer_ids"] = args.target_layer_ids
@@ -740,7 +756,8 @@ def parser():
     add("--enable-confidence-head", **switch, default=True, help="predict each draft's acceptance")
     add("--confidence-head-with-markov", **switch, default=True, help="it also sees W1[prev]")
     add("--init-from-target", **switch, default=False, help="start from the target's last layers")
-    add("--from-pretrained", help="start from this draft; its shape wins over these flags")
+    add("--from-pretrained", help="start from this draft (speculators, DeepSpec, z-lab); its shape "
+        "wins over these flags, but a DFlash draft gains the heads they ask for")
     add = p.add_argument_group("optimisation").add_argument
     add("--loss-fn", type=json.loads, default='{"ce": 0.1, "tv": 0.9}', help="of ce, tv, kl_div")
     add("--confidence-head-alpha", type=float, default=1.0, help="weight of the confidence loss")
