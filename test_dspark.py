@@ -819,6 +819,13 @@ def test_drafting_stops_where_it_loses_and_is_probed_ever_more_rarely():
         switch.record([2, 2, 2, 2], 12)
     assert all(switch.wants_draft() for _ in range(20))
 
+def test_what_drafting_took_counts_in_the_schedule():
+    """Tokens per second of the round: the dearer the drafts were, the more it pays to verify."""
+    confidence = torch.full((2, 6), 0.7)
+    lengths = [dspark.choose_lengths("prefix", confidence, 6, 2, cost, draft_seconds)
+               for draft_seconds in (None, lambda rows: 0.0, lambda rows: 0.5 * rows)]
+    assert lengths[0] == lengths[1] and 0 < sum(lengths[1]) < sum(lengths[2]) < 12
+
 def test_rounds_without_drafting_keep_the_drafts_context_current():
     """Pitfall 27. Drafting seems to cost a lot, so it is off but for probes: the same text, and each
     probe proposes what a run that always drafts proposes at that place."""
