@@ -549,7 +549,8 @@ FORMATS = {  # speculators_model_type or architecture: name, and what its config
     "dflash": ("speculators dflash", DFLASH), "Qwen3DSparkModel": ("DeepSpec", {}),
     "DFlashDraftModel": ("z-lab DFlash", dict(DFLASH, sliding_window_from_slot=True))}
 ASSUMED = dict(hidden_act="silu", attention_bias=False, rope_type="default", is_causal=False,
-               causal=False, input_embedding_scale=1.0, output_multiplier=1.0, final_logit_softcapping=0)
+               causal=False, input_embedding_scale=1.0, output_multiplier=1.0,
+               final_logit_softcapping=0)
 
 def check_target(target):
     """-> the LM head's weight [V, d]. Training rebuilds logits as lm_head(last hidden state): a
