@@ -61,9 +61,13 @@ def parse_arguments(argv):
     add("--seed", type=int, default=0, help="makes temperature > 0 repeatable (%(default)s)")
     add("--json", type=Path, help="file to write tokens, counters and times to (none)")
     add("--html", type=Path, help="page to write that shows the decoding round by round (none)")
+    add("--plot", type=Path, metavar="FOLDER", help="only draw what train.py --compare and --bench "
+        "--json FOLDER/bench.json wrote into FOLDER (none)")
     args = parser.parse_args(argv)
     if args.prompt and args.prompts or min(args.max_new_tokens, args.max_concurrency) < 1:
         refuse("--max-new-tokens and --max-concurrency start at 1; --prompt excludes --prompts")
+    if args.plot and not args.plot.is_dir():
+        refuse(f"--plot {args.plot}: name a folder with results.json or bench.json")
     for path in filter(None, (args.json, args.html)):
         if path.is_dir() or not path.absolute().parent.is_dir():
             refuse(f"cannot write {path}: name a file in a folder that exists")
@@ -273,10 +277,88 @@ def write_page(args, tokenizer, draft, texts, results, rounds):
     page = (Path(__file__).parent / "assets" / "trace.html").read_text()
     args.html.write_text(page.replace("__TRACE__", data))
 
+# --------------------------------------------------------------------------- --plot: the pictures
+def acceptance(results):
+    """Paper Fig. 2: the share accepted among drafts that the target judged, at temperature 1."""
+    shares = {name: one["1"]["conditional_acceptance"] for name, one in results.items()}
+    return "draft position", "accepted, if those before it were", {
+        name: (range(1, 1 + len(share)), share) for name, share in shares.items()}
+
+def thresholds(rounds):
+    """Paper Fig. 5, from rounds that verified whole blocks: a threshold would have cut them."""
+    confidence, hits = (torch.tensor([one[key] for one in rounds])
+                        for key in ("confidence", "accepted"))
+    steps = [i / 20 for i in range(20)]
+    sent = [(confidence >= step).long().cumprod(1).sum(1) for step in steps]  # [N] each
+    right = [torch.minimum(lengths, hits) for lengths in sent]
+    rate = [float(a.sum() / n.sum()) if n.any() else 1.0 for a, n in zip(right, sent)]
+    return "threshold on the confidence", "share", {
+        "accepted / verified": (steps, rate),
+        "verified / drafted": (steps, [float(n.sum() / confidence.numel()) for n in sent]),
+        "accepted / accepted without a threshold": (
+            steps, [float(a.sum() / hits.sum()) for a in right])}
+
+def reliability(rounds):
+    """Paper Fig. 6: predicted survival of a prefix against how often it survived, in ten bins."""
+    hits, lines = torch.tensor([one["accepted"] for one in rounds]), {"perfect": ([0, 1], [0, 1])}
+    for label, key in (("raw", "raw"), ("calibrated", "confidence")):
+        survival = torch.tensor([one[key] for one in rounds]).cumprod(1)  # [N, gamma]
+        lived = hits[:, None] > torch.arange(survival.shape[1])
+        bins = (10 * survival).long().clamp(max=9)
+        cells = [bins == i for i in bins.unique()]
+        lines[label] = [[float(x[cell].float().mean()) for cell in cells]
+                        for x in (survival, lived)]
+    return "predicted survival", "survived", lines
+
+def against_load(column, words):
+    """Paper Fig. 8: a column of the bench, by schedule."""
+    def lines(rows):
+        names = dict.fromkeys(row["schedule"] for row in rows)
+        points = {name: [(str(row["requests"]), row[column]) for row in rows
+                         if row["schedule"] == name] for name in names}
+        return "requests at a time", words, {name: [*zip(*pairs)] for name, pairs in points.items()}
+    return lines
+
+def training(curves):
+    return "step", "accepted length (teacher-forced)", {
+        name: [[row[key] for row in rows] for key in ("step", "tau")]
+        for name, rows in curves.items()}
+
+FIGURES = {"acceptance": ("results", acceptance), "training": ("curves", training),
+           "thresholds": ("rounds", thresholds), "reliability": ("rounds", reliability),
+           "throughput": ("rows", against_load("tokens_per_second", "tokens per second")),
+           "budget": ("rows", against_load("verified_length", "drafts verified per round"))}
+
+def plot(folder):
+    """Draw what the files in `folder` allow, into it, and name what is missing."""
+    with explained("--plot needs matplotlib (pip install matplotlib)"):
+        from matplotlib.figure import Figure
+    data = {}
+    for path in filter(Path.is_file, (folder / "results.json", folder / "bench.json")):
+        data.update(json.loads(path.read_text()))
+    data["curves"] = {path.parent.name: [*map(json.loads, path.read_text().splitlines())]
+                      for path in sorted(folder.glob("**/metrics.jsonl"))}
+    for name, (source, lines) in FIGURES.items():
+        if not data.get(source):
+            print(f"{name}: not drawn, {source} missing in {folder}")
+            continue
+        across, up, series = lines(data[source])
+        figure = Figure(figsize=(6, 4), layout="constrained")
+        axes = figure.subplots()
+        for label, (x, y) in series.items():
+            axes.plot(x, y, ".-", label=label)
+        axes.set(xlabel=across, ylabel=up)
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize="small")
+        figure.savefig(folder / f"{name}.png", dpi=120)
+        print(f"{name}: {folder / name}.png")
+
 def main(argv=None):
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     args = parse_arguments(argv)
+    if args.plot:
+        return plot(args.plot)
     texts = read_prompts(args)
     target, tokenizer, draft, config = load(args)
     prompts, stops = encode(args, tokenizer, config, texts), target.generation_config.eos_token_id
