@@ -33,13 +33,16 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import itertools
 import json
 import math
 import os
 import pathlib
+import statistics
 import time
 from collections import deque, namedtuple
 
+import numpy
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
@@ -396,6 +399,15 @@ class DSparkDraft(nn.Module):
             hidden = torch.cat([hidden, self.markov_head.markov_w1(prev)], -1)
         return self.confidence_head.proj(hidden)[..., 0]
 
+    def calibrated(self, confidence_logits, temperature):
+        """c_k [R, g] by the STS temperatures that fit the sampling temperature best; 1 if none."""
+        stored = self.config.dspark_extra.get("sts_temperatures")
+        if stored:
+            nearest = min(stored, key=lambda t: abs(float(t) - temperature))
+            scale = confidence_logits.new_tensor(stored[nearest])
+            confidence_logits = confidence_logits / scale[: confidence_logits.shape[1]]
+        return confidence_logits.float().sigmoid()
+
     def previous_tokens(self, input_ids, anchors):
         """The token at p + k when sampling from the anchor, else at p + k - 1 -> [B, N, K]"""
         slot = torch.arange(self.config.block_size, device=anchors.device)
@@ -579,31 +591,127 @@ def read_config(raw, target):
         target_layer_ids=[k - 1 for k in ids], layer_types=inner.get("layer_types") or (),
         sliding_window=inner.get("sliding_window") or 0)
 
-# ------------------------------- scheduling (sec. 3.2.2, Algorithm 1; calibration, sec. 3.2.1, too)
+# ------------------------------------------------ calibration (sec. 3.2.1) and scheduling (3.2.2)
+def calibration_error(predicted, happened):
+    """ECE over 20 equal-width bins: sum of n_b / N * |mean prediction - mean event|, in float64."""
+    predicted = predicted.double().clamp(1e-8, 1 - 1e-8)
+    gap = torch.zeros(20, dtype=torch.float64)
+    gap.index_add_(0, (20 * predicted).long(), predicted - happened.double())
+    return float(gap.abs().sum() / len(predicted))
+
+def fit_sts(confidence_logits, accepted, grid=None, check=None):
+    """Sequential Temperature Scaling: a temperature per draft position, from left to right.
+
+    confidence_logits [N, gamma], accepted [N] drafts of full-block rounds -> temperatures [gamma].
+    T_k is the value of the grid (0.25, 0.30 .. 4.00) with the least ECE of prod_{i<=k}
+    sigmoid(logit_i / T_i) against "at least k were accepted", earlier T_i fixed. check: the same
+    two of rounds not used for fitting; a T_k that does not help there becomes 1 before k + 1 is
+    fitted, else later ones would belong to a chain that is never deployed."""
+    grid = torch.arange(25, 401, 5, dtype=torch.float64) / 100 if grid is None else grid
+    rounds = [(confidence_logits.double(), accepted)] + ([check] if check else [])
+    survival, chosen = [1.0 for _ in rounds], []
+    for k in range(confidence_logits.shape[1]):
+        def error(which, temperature):
+            logits, lengths = rounds[which]
+            step = torch.sigmoid(logits[:, k].double() / temperature)
+            return calibration_error(survival[which] * step, lengths > k)
+
+        best = min(grid.tolist(), key=lambda temperature: error(0, temperature))
+        if check and error(1, best) >= error(1, 1.0):
+            best = 1.0
+        chosen.append(best)
+        survival = [a * torch.sigmoid(logits[:, k].double() / best)
+                    for a, (logits, _) in zip(survival, rounds)]
+    return torch.tensor(chosen, dtype=torch.float64)
+
+def calibration_report(confidence_logits, accepted, temperatures):
+    """Per position: ECE and AUC (probability that a surviving prefix was rated above a lost one;
+    nan if all or none survived) of the survival prediction. [N, gamma], [N], [gamma] -> lists"""
+    survival = torch.sigmoid(confidence_logits.double() / temperatures).cumprod(1)  # a_{r,j}
+    report = {"ece": [], "auc": []}
+    for k, predicted in enumerate(survival.T):
+        lived, lost = predicted[accepted > k, None], predicted[accepted <= k]
+        report["ece"].append(calibration_error(predicted, accepted > k))
+        report["auc"].append(float(((lived > lost).double() + (lived == lost) / 2).mean()))
+    return report
+
+def rank_candidates(confidence, steps_per_second):
+    """Algorithm 1's candidates (r, j): [R, gamma] = c_{r,j} -> order [gamma R], in which entry i is
+    a draft of request i % R, and Theta after admitting 0, 1, 2, ... of them."""
+    rows = len(confidence)
+    survival = confidence.double().cumprod(1)  # a_{r,j}
+    # Sorted, descending; the stable sort in (j, r) order breaks ties by smaller j, then smaller r.
+    ranked, order = survival.T.flatten().sort(descending=True, stable=True)  # [gamma R]
+    ranked = ranked[ranked > 0]  # zero survival never enters
+    tau = torch.cat([ranked.new_tensor([rows]), ranked]).cumsum(0)  # each request's own token, too
+    rates = [steps_per_second(rows + admitted) for admitted in range(len(tau))]  # B = R + admitted
+    return order, tau * tau.new_tensor(rates)  # Theta = tau * SPS(B)
+
 def schedule_prefixes(confidence, steps_per_second):
     """Algorithm 1: how many drafts of each request to verify, so that tokens per second peak.
 
     confidence [R, gamma] = c_{r,j}; steps_per_second: int B -> SPS(B) -> lengths [R]. The stop at
     the first non-improvement keeps it lossless (Appendix A): whether x_k is admitted may not depend
-    on x_k, and c_{k+1} does, through W1[x_k]; a search over all lengths would look at it."""
-    rows = len(confidence)
-    survival = confidence.double().cumprod(1)  # a_{r,j}
-    # Sorted, descending; the stable sort in (j, r) order breaks ties by smaller j, then smaller r.
-    ranked, order = survival.T.flatten().sort(descending=True, stable=True)  # [gamma R]
-    ranked = ranked[ranked > 0]
-    tau = torch.cat([ranked.new_tensor([rows]), ranked]).cumsum(0)
-    rates = [steps_per_second(rows + admitted) for admitted in range(len(tau))]
-    throughput = tau * tau.new_tensor(rates)  # Theta = tau * SPS(B)
+    on x_k, and c_{k+1} does, through W1[x_k]. A search over all lengths would look at it: with R =
+    1, c_1 = 0.8, SPS 1, 0.5, 0.45 and c_2 = 0.9 after one first draft and 0 after the other, it
+    verifies both drafts or none, depending on the first, and 0.7 becomes 0.85 in the output."""
+    order, throughput = rank_candidates(confidence, steps_per_second)
     improves = throughput[1:] > throughput[:-1]
     admitted = int(improves.long().cumprod(0).sum())  # up to the first that does not
-    return torch.bincount(order[:admitted] % rows, minlength=rows)  # l_r
+    return torch.bincount(order[:admitted] % len(confidence), minlength=len(confidence))  # l_r
 
-def choose_lengths(schedule, confidence, g, rows, steps_per_second):
+class StaleBudget:
+    """A schedule for step costs with stairs (sec. 5.2), where the early stop may come too soon: the
+    number of drafts is the best one for the confidences of two rounds before, searched globally;
+    the current survivals only rank the candidates. Lossless: the number is fixed before this
+    round's drafts exist, and above x_{r,k} rank only drafts that do not follow from it."""
+    def __init__(self, steps_per_second):
+        self.steps_per_second, self.past = steps_per_second, deque([math.inf] * 2, maxlen=2)
+
+    def __call__(self, confidence):
+        rows = len(confidence)
+        order, throughput = rank_candidates(confidence, self.steps_per_second)
+        budget = min(self.past[0] * rows, confidence.numel())
+        self.past.append(int(throughput.argmax()) / rows)  # per request: some may leave or join
+        return torch.bincount(order[: round(budget)] % rows, minlength=rows)
+
+class DraftSwitch:
+    """Whether to draft at all. Algorithm 1 takes the drafts as given, and their cost with them; a
+    weak draft or a full batch can make that a loss. So rounds are counted as tokens earned against
+    those that plain decoding would have written in the same time, R t_round / t_plain, and below
+    par no round drafts, but for a probe now and then, rarer each time it fails. The past alone
+    decides, so the text stays the target's; times come from the tables, so runs can be repeated."""
+    def __init__(self, step_seconds, draft_seconds):
+        self.step_seconds, self.draft_seconds = step_seconds, draft_seconds
+        self.past, self.idle, self.patience = deque(), 0, 16
+
+    def wants_draft(self):
+        seen, earned, par = map(sum, zip((0, 0, 0), *self.past))
+        if seen < 32 or earned >= par:  # 32 requests' rounds: one is mostly chance
+            self.patience = 16
+            return True
+        self.idle = (self.idle + 1) % self.patience
+        if self.idle == 0:
+            self.patience = min(2 * self.patience, 128)
+        return self.idle == 0
+
+    def record(self, lengths, committed):
+        """After a round with drafts: what was verified, [R], and how many tokens that gave."""
+        rows = len(lengths)
+        seconds = self.draft_seconds(rows) + self.step_seconds(rows + sum(lengths))
+        self.past.append((rows, committed, rows * seconds / self.step_seconds(rows)))
+        while sum(seen for seen, *_ in self.past) >= 32 + self.past[0][0]:
+            self.past.popleft()
+
+def choose_lengths(schedule, confidence, g, rows, steps_per_second, draft_seconds):
     """The schedule's decision, R lengths in a list; made, and cut, before the target runs."""
     if confidence is None or schedule == "full" or isinstance(schedule, int):
         return [g] * rows
     if schedule == "prefix":
-        lengths = schedule_prefixes(confidence, steps_per_second)
+        rate = steps_per_second
+        if draft_seconds:  # tokens per second of the whole round, not of its target forward
+            rate = lambda size: 1 / (draft_seconds(rows) + 1 / steps_per_second(size))  # noqa: E731
+        lengths = schedule_prefixes(confidence, rate)
     elif callable(schedule):
         lengths = torch.as_tensor(schedule(confidence))
     else:  # a threshold: the first slot below it ends the prefix
@@ -691,8 +799,8 @@ def run_target(target, cache, layer_ids, tokens, plan, keep=0):
 # ------------------------------------------------------------------------------------- generate
 # One round as on_round sees it; lists over the live requests (requests: their Generations), and the
 # draft's hidden [R, K, d] (None without drafts).
-Round = namedtuple(
-    "Round", "requests anchors drafts lengths confidence accepted next_tokens hidden")
+Round = namedtuple("Round", "requests anchors drafts lengths confidence confidence_logits accepted "
+                   "next_tokens hidden")
 PREFILL_TOKENS = 4096  # prompts join in groups of about this many tokens
 
 def ratio(part, whole):
@@ -741,7 +849,7 @@ def total(generations):
         whole.drafted += one.drafted
     return whole
 
-def check_request(target, draft, prompts, max_new_tokens, schedule, steps_per_second, sampling):
+def check_request(target, draft, prompts, max_new_tokens, schedule, sampling):
     """What `generate` refuses, by name. -> prompts as lists, drafts per round"""
     temperature, top_k, top_p, top, way = sampling
     rows = len(target.get_input_embeddings().weight)
@@ -767,7 +875,6 @@ def check_request(target, draft, prompts, max_new_tokens, schedule, steps_per_se
         require(theirs == rows, f"the draft's target has {theirs} token ids, this one {rows}")
         require(draft.confidence_head is not None or whole or schedule == "full",
                 f"schedule {schedule!r} needs a draft with a confidence head")
-        require(schedule != "prefix" or steps_per_second, "'prefix' needs steps_per_second")
     prompts = [torch.as_tensor(prompt).tolist() for prompt in prompts]
     for i, prompt in enumerate(prompts):
         require(prompt and min(prompt) >= 0 and max(prompt) < rows,
@@ -786,12 +893,14 @@ def generate(target, draft, prompts, max_new_tokens, temperature=0.0, top_k=0, t
 
     prompts: 1-D LongTensors or lists. schedule: "full"; an int, drafts per round (0: plain); a
     float, threshold on c_k; "prefix", Algorithm 1; or a callable confidence [R, gamma] -> lengths.
+    "prefix" takes the costs of this machine: steps_per_second(B) and draft_seconds(R). With both it
+    also stops drafting where that loses (DraftSwitch); without draft_seconds drafts count as free;
+    without either both are measured first, and only then is a clock read.
     max_concurrency requests run at once, others join as places become free. generator: makes
     temperature > 0 repeatable. draft_sampling "argmax": greedy proposals, one-hot q. markov_top_k:
     walk only so many candidates. on_round(Round) after each round, on_done(Generation)."""
     filters, sampling = (temperature, top_k, top_p), (markov_top_k, draft_sampling)
-    prompts, g = check_request(target, draft, prompts, max_new_tokens, schedule, steps_per_second,
-                               filters + sampling)
+    prompts, g = check_request(target, draft, prompts, max_new_tokens, schedule, filters + sampling)
     draft = draft if g else None
     greedy_draft = temperature == 0 or draft_sampling == "argmax"
     layer_ids = draft.config.target_layer_ids if draft else ()
@@ -802,6 +911,14 @@ def generate(target, draft, prompts, max_new_tokens, temperature=0.0, top_k=0, t
     require(max_concurrency is None or max_concurrency > 0, f"max_concurrency {max_concurrency}")
     rows = min(max_concurrency or len(prompts), len(prompts))
     cache, context = RaggedCache(rows, slots), RaggedCache(rows, slots)  # target's, draft's
+    switch = None
+    if schedule == "prefix" and draft and rows:
+        if steps_per_second is None:  # the one case in which a clock is read
+            steps_per_second = profile_steps_per_second(target, rows, g)
+            draft_seconds = draft_seconds or profile_draft_seconds(
+                target, draft, rows, temperature=temperature, markov_top_k=markov_top_k).seconds
+        if draft_seconds:
+            switch = DraftSwitch(lambda size: 1 / steps_per_second(size), draft_seconds)
 
     if generator is None:
         generator = torch.Generator()
@@ -840,16 +957,19 @@ def generate(target, draft, prompts, max_new_tokens, temperature=0.0, top_k=0, t
                 anchors = torch.tensor([one.tokens[-1] for one in live], device=device)  # [R]
                 starts = [len(one.prompt) + len(one.tokens) - 1 for one in live]
                 u = torch.rand(len(live), 2 * g + 1, **noise).to(device)
-                drafts, confidence, q, hidden = anchors.new_zeros(len(live), 0), None, None, None
-                if draft:
+                drafts, confidence, logits = anchors.new_zeros(len(live), 0), None, None
+                q, hidden = None, None
+                drafting = draft and (switch is None or switch.wants_draft())
+                if drafting:
                     views = [context.view(i, 0, len(live), max(starts)) for i in context.layers]
                     where = torch.tensor(starts, device=device)
                     drafts, q, logits, hidden = draft.propose(
                         anchors, where, views, g, u[:, g + 1 :], filters, markov_top_k,
                         greedy_draft)
-                    confidence = None if logits is None else logits.float().sigmoid()
+                    confidence = None if logits is None else draft.calibrated(logits, temperature)
                 # 3. Schedule: what to verify is decided, and cut, before the target runs.
-                lengths = choose_lengths(schedule, confidence, g, len(live), steps_per_second)
+                lengths = choose_lengths(schedule, confidence, drafts.shape[1], len(live),
+                                         steps_per_second, draft_seconds)
                 # 4. Verify: one packed row of exactly R + sum(l_r) tokens.
                 plan = make_plan(0, starts, [1 + length for length in lengths], device)
                 kept, wide = torch.tensor(lengths, device=device), max(lengths)
@@ -862,12 +982,14 @@ def generate(target, draft, prompts, max_new_tokens, temperature=0.0, top_k=0, t
                 for one, length, (count, new, *proposed) in zip(live, lengths, table):
                     one.lengths.append(length)
                     one.accepts.append(count)
-                    one.drafted += g
+                    one.drafted += len(proposed)
                     origin = "bonus" if count == length else "correction"
                     one.commit(proposed[:count], new, origin, stops)
+                if drafting and switch:
+                    switch.record(lengths, len(live) + sum(row[0] for row in table))
                 if on_round:
-                    on_round(Round([*live], anchors.tolist(), drafts.tolist(), lengths,
-                                   None if confidence is None else confidence.tolist(),
+                    trust = (x if x is None else x.tolist() for x in (confidence, logits))
+                    on_round(Round([*live], anchors.tolist(), drafts.tolist(), lengths, *trust,
                                    accepted.tolist(), token.tolist(), hidden))
             # 6. Leave: the last live request moves into the row of one that is done.
             for row in reversed(range(len(live))):
@@ -903,6 +1025,86 @@ def stopwatch(target):
         tick("all", 1)
         for one in hooks:
             one.remove()
+
+# ----------------------------------------------------------- cost tables, measured (sec. 3.2.2)
+class StepCosts:
+    """Seconds of a step by its size, measured: forwards of B tokens, or drafting for R requests.
+
+    Algorithm 1 gets the greatest convex, rising curve below them: with convex step times throughput
+    has a single peak, which the early stop finds; the stairs of real tables would end the search at
+    the first of them. Straight lines between the points and beyond the last."""
+    def __init__(self, sizes, measured):
+        self.sizes, self.measured = [*sizes], [*measured]
+        require(len(sizes) == len(measured) > 0 < min(measured) and [*sizes] == sorted({*sizes}),
+                f"StepCosts expects ascending sizes, positive seconds, got {sizes}, {measured}")
+        rising = [*itertools.accumulate(reversed(measured), min)][::-1]  # a smaller step costs less
+        hull, self.last_slope = [], 0.0
+        for point in zip(sizes, rising):
+            while len(hull) > 1 and slope(hull[-1], point) <= slope(hull[-2], hull[-1]):
+                hull.pop()
+            self.last_slope = slope(hull[-1], point) if hull else 0.0
+            hull.append(point)
+        self.table = numpy.interp(range(sizes[-1] + 1), *zip(*hull)).tolist()
+        self.rates = [1 / seconds for seconds in self.table]
+        self.fitted = [self.seconds(size) for size in sizes]
+
+    def seconds(self, size):
+        beyond = max(0, size - self.sizes[-1])
+        return self.table[size - beyond] + beyond * self.last_slope
+
+    def __call__(self, size):
+        """SPS(B), steps per second."""
+        return self.rates[size] if size < len(self.rates) else 1 / self.seconds(size)
+
+    def __str__(self):
+        rows = [f"{size:6}{1e3 * seen:12.2f}{1e3 * fit:12.2f}"
+                for size, seen, fit in zip(self.sizes, self.measured, self.fitted)]
+        growth = self.fitted[-1] / self.fitted[0]
+        words = f"the largest step costs {growth:.1f} times the smallest"
+        if growth < 1.2:
+            words = f"flat: {words}, so verifying everything is nearly free"
+        return "\n".join(["  size measured ms   fitted ms", *rows, words])
+
+def slope(start, end):
+    return (end[1] - start[1]) / (end[0] - start[0])
+
+def median_seconds(step, sizes, repeats):
+    """step(size) returns its seconds -> medians; passes are interleaved, the first is a warm-up."""
+    passes = [[step(size) for size in sizes] for _ in range(1 + repeats)]
+    return [statistics.median(times) for times in zip(*passes[1:])]
+
+@torch.no_grad()
+def profile_steps_per_second(target, requests=1, gamma=7, context=128, repeats=3):
+    """Time packed forwards of B = 1, 2, 4, ... R (1 + gamma) tokens, `context` cached ones before
+    each, of R requests or, below R tokens, as many -> StepCosts, a callable B -> SPS(B)"""
+    last = requests * (1 + gamma)
+    cache = RaggedCache(requests, context + 1 + gamma)
+
+    def step(size):
+        rows = min(size, requests)
+        counts = [size // rows + (i < size % rows) for i in range(rows)]
+        plan = make_plan(0, [context] * rows, counts, target.device)
+        tokens = torch.zeros(size, dtype=torch.long, device=target.device)
+        with stopwatch(target) as seconds:
+            run_target(target, cache, (), tokens, plan)
+        return seconds["all"]
+
+    with packed(target):
+        sizes = sorted({requests, last, *(2**i for i in range(last.bit_length()))})
+        return StepCosts(sizes, median_seconds(step, sizes, repeats))
+
+def profile_draft_seconds(target, draft, requests=1, repeats=3, temperature=0.0, markov_top_k=0):
+    """What drafting adds to a round of one request and of R: all but the target's forward, in the
+    real loop, less the same of plain decoding -> StepCosts over R, for its `seconds`"""
+    def rest(one, rows):
+        with stopwatch(target) as seconds:
+            out = generate(target, one, [[0] * 16] * rows, 5, temperature, markov_top_k=markov_top_k,
+                           schedule=lambda confidence: [0] * rows)
+        return (seconds["all"] - seconds["target"] - seconds["prefill"]) / out[0].rounds
+
+    sizes = sorted({1, requests})
+    return StepCosts(sizes, median_seconds(
+        lambda rows: max(1e-6, rest(draft, rows) - rest(None, rows)), sizes, repeats))
 
 # ------------------------------------------------------------------- try it: python dspark.py
 def main():
