@@ -327,7 +327,8 @@ MARKOV_HEADS = {"vanilla": VanillaHead, "gated": GatedHead, "rnn": RNNHead}
 # hidden [B, N, K, d], logits [B, N, K, D] with the Markov bias, confidence_logits [B, N, K] | None
 DraftOutput = namedtuple("DraftOutput", "hidden logits confidence_logits")
 # tokens [R, g] target ids, drawn from q [R, g, V] (None if greedy); confidence logits [R, g] | None
-Proposal = namedtuple("Proposal", "tokens q confidence")
+# and hidden [R, K, d], from which `heads` can tell what it saw in each slot
+Proposal = namedtuple("Proposal", "tokens q confidence hidden", defaults=[None])
 
 class DSparkDraft(nn.Module):
     """The draft model M_d. Embedding and LM head are the target's: shared, frozen, not saved."""
@@ -458,11 +459,11 @@ class DSparkDraft(nn.Module):
         slots = torch.arange(context[0][0].shape[2], device=anchors.device).expand(len(anchors), -1)
         zero = torch.zeros_like(anchors)[:, None]  # every request is a row, so document 0
         block = (anchors[:, None], position[:, None], zero)
-        hidden = self.run_blocks(*block, context, slots, zero)[:, 0]  # [R, K, d]
+        states = self.run_blocks(*block, context, slots, zero)[:, 0]  # [R, K, d]
         first, markov, state, prev = self.config.first_slot, self.markov_head, None, anchors
         if first and markov is not None:  # slot 0 predicts nothing, but feeds the rnn
-            state = markov.step(prev, hidden[:, 0])[1]
-        hidden = hidden[:, first : first + g]  # [R, g, d]
+            state = markov.step(prev, states[:, 0])[1]
+        hidden = states[:, first : first + g]  # [R, g, d]
         base, rows = self.base_logits(hidden), None
         ids = self.draft_ids.expand(base.shape)  # [R, g, C]
         if 0 < top < base.shape[-1]:
@@ -492,7 +493,7 @@ class DSparkDraft(nn.Module):
             prevs.append(prev)
             prev = token[:, 0]
         confidence = self.confidence(hidden, torch.stack(prevs, 1))
-        return Proposal(torch.stack(tokens, 1), q, confidence)
+        return Proposal(torch.stack(tokens, 1), q, confidence, states)
 
     def save_pretrained(self, folder):
         """Write config.json and model.safetensors in speculators' format, which vLLM serves; says
@@ -888,9 +889,10 @@ def run_target(target, cache, layer_ids, tokens, plan, keep=0):
     return out.logits[0], torch.cat(states, -1) if states else None
 
 # ------------------------------------------------------------------------------------- generate
-# One round as on_round sees it; lists over the live requests (requests: their Generations).
+# One round as on_round sees it; lists over the live requests (requests: their Generations), and the
+# draft's hidden [R, K, d] (None without drafts).
 Round = namedtuple("Round", "requests anchors drafts lengths confidence confidence_logits accepted "
-                   "next_tokens")
+                   "next_tokens hidden")
 PREFILL_TOKENS = 4096  # prompts join in groups of about this many tokens
 
 def ratio(part, whole):
@@ -1047,13 +1049,15 @@ def generate(target, draft, prompts, max_new_tokens, temperature=0.0, top_k=0, t
                 anchors = torch.tensor([one.tokens[-1] for one in live], device=device)  # [R]
                 starts = [len(one.prompt) + len(one.tokens) - 1 for one in live]
                 u = torch.rand(len(live), 2 * g + 1, **noise).to(device)
-                drafts, confidence, logits, q = anchors.new_zeros(len(live), 0), None, None, None
+                drafts, confidence, logits = anchors.new_zeros(len(live), 0), None, None
+                q, hidden = None, None
                 drafting = draft and (switch is None or switch.wants_draft())
                 if drafting:
                     views = [context.view(i, 0, len(live), max(starts)) for i in context.layers]
                     where = torch.tensor(starts, device=device)
-                    drafts, q, logits = draft.propose(anchors, where, views, g, u[:, g + 1 :],
-                                                      filters, markov_top_k, greedy_draft)
+                    drafts, q, logits, hidden = draft.propose(
+                        anchors, where, views, g, u[:, g + 1 :], filters, markov_top_k,
+                        greedy_draft)
                     confidence = None if logits is None else draft.calibrated(logits, temperature)
                 # 3. Schedule: what to verify is decided, and cut, before the target runs.
                 lengths = choose_lengths(schedule, confidence, drafts.shape[1], len(live),
@@ -1078,7 +1082,7 @@ def generate(target, draft, prompts, max_new_tokens, temperature=0.0, top_k=0, t
                 if on_round:
                     trust = (x if x is None else x.tolist() for x in (confidence, logits))
                     on_round(Round([*live], anchors.tolist(), drafts.tolist(), lengths, *trust,
-                                   accepted.tolist(), token.tolist()))
+                                   accepted.tolist(), token.tolist(), hidden))
             # 6. Leave: the last live request moves into the row of one that is done.
             for row in reversed(range(len(live))):
                 if live[row].done:
