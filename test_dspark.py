@@ -939,8 +939,9 @@ def test_an_overfitted_draft_is_accepted_almost_always(from_anchor, head):
 def test_teacher_states_give_the_targets_logits():
     """Pitfall 5: what training takes from its packed forward, against the target alone."""
     documents = [dict(ids=[(7 * i + n) % V for i in range(n)], start=1, number=n) for n in (9, 4)]
-    packed = train.TargetStates(make_target(), [0, 2], 1).compute(documents)
-    for document, states in zip(documents, packed):
+    states = train.target_states(make_target(), [0, 2], documents)
+    packed = [part[0].split([9, 4]) for part in states]
+    for document, context, last in zip(documents, *packed):
         features, _, logits = states_of(make_target(), document["ids"])
-        close(states[:, :64], features)
-        close(states[:, 64:] @ make_target().get_output_embeddings().weight.T, logits)
+        close(context, features)
+        close(last @ make_target().get_output_embeddings().weight.T, logits)
