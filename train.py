@@ -6,6 +6,7 @@
 
     python train.py --tiny      no download: synthetic dialogues, done in about three minutes
     python train.py             Qwen3-0.6B on ShareGPT
+    torchrun --nproc_per_node 4 train.py --batch-size 4    the same steps, on four devices
 Shapes are named as in dspark.py.
 """
 import argparse
@@ -26,6 +27,7 @@ import time
 import huggingface_hub
 import tokenizers
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
 from torch.nn.utils.rnn import pad_sequence
@@ -323,6 +325,11 @@ def answer_all(talks, target, tokenizer, args, key=""):
                 documents.append((ids, len(prompt)))
     return documents, skipped
 
+def keep(path, record):
+    if record and rank() == 0:
+        with path.open("a") as file:
+            file.write("\n" + json.dumps(record))  # first a line end: the last line may be cut off
+
 def documents_of(talks, target, tokenizer, args, skipped):
     """The training documents [{ids, start, number}]. Units of conversations are kept on disk under
     a hash of all that decides them: a run that was killed goes on where it stopped."""
@@ -334,10 +341,14 @@ def documents_of(talks, target, tokenizer, args, skipped):
             args.seed)
     units = [talks[i : i + UNIT] for i in range(0, len(talks), UNIT)]
     units = {digest(salt, unit): unit for unit in units}
-    with path.open("a") as file:
-        for key in tqdm([key for key in units if key not in known], desc="answers", unit="unit"):
-            known[key] = answer_all(units[key], target, tokenizer, args, key)
-            print("\n" + json.dumps({key: known[key]}), file=file, flush=True)
+    known = gather(known)[0]
+    missing, ranks = [key for key in units if key not in known], len(gather(None))
+    for i in tqdm(range(0, len(missing), ranks), "answers", unit="unit", disable=rank() > 0):
+        mine = {key: answer_all(units[key], target, tokenizer, args, key)
+                for key in missing[i : i + ranks][rank() : rank() + 1]}
+        for part in gather(mine):
+            known.update(part)
+            keep(path, part)
     for key in units:
         skipped.update(known[key][1])
     found = [document for key in units for document in known[key][0]]
@@ -383,6 +394,18 @@ def draft_vocabulary(documents, size, target):
     return torch.tensor(sorted(chosen))
 
 # --------------------------------------------------------------------------------------- training
+
+def rank():
+    """The number of this process under torchrun; alone: 0."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+def gather(part):
+    """What every process has, in order of rank; alone: [part]. All wait here for each other."""
+    parts = [part]
+    if dist.is_initialized():
+        parts = [None] * dist.get_world_size()
+        dist.all_gather_object(parts, part)
+    return parts
 
 def digest(*parts):
     return hashlib.sha256(repr(parts).encode()).hexdigest()
@@ -432,14 +455,20 @@ def row_loss(draft, target, row, epoch, args):
             args.dflash_decay_gamma, args.confidence_head_alpha, args.chunk_blocks)
 
 def add_gradients(draft, target, rows, epoch, args):
-    """Backward through the rows of a step -> mean metrics, {} without any anchor"""
-    found = []
-    for row in rows:
+    """Backward through the rows of a step, shared out among the processes; gradients and metrics
+    are those of all rows -> mean metrics, {} without any anchor"""
+    found, ranks = [], len(gather(None))
+    for row in rows[rank() :: ranks]:
         result = row_loss(draft, target, row, epoch, args)
         if result is not None:
             loss, metrics = result
             (loss / len(rows)).backward()
             found.append({name: float(x) for name, x in dict(metrics, loss=loss.detach()).items()})
+    found = sum(gather(found), [])
+    if ranks > 1 and found:
+        for weight in draft.parameters():
+            weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
+            dist.all_reduce(weight.grad)  # the sum: each loss is divided by all rows of the step
     return {name: sum(x[name] for x in found) / len(found) for name in (found or [{}])[0]}
 
 def update(draft, optimizer, done, steps, args):
@@ -467,8 +496,10 @@ def train(draft, target, documents, prompts, args):
     started, tokens, skipped = time.time(), 0, 0
     work = ((epoch, rows) for epoch in itertools.count()
             for rows in epoch_steps(documents, epoch, args))
-    bar = tqdm(itertools.islice(work, first, steps), "training", steps, initial=first, unit="step")
-    with (folder / "metrics.jsonl").open("a" if first else "w") as log:
+    bar = tqdm(itertools.islice(work, first, steps), "training", steps, initial=first, unit="step",
+               disable=rank() > 0)
+    path = folder / "metrics.jsonl" if rank() == 0 else os.devnull  # one process writes
+    with open(path, "a" if first else "w") as log:
         for step, (epoch, rows) in enumerate(bar, first + 1):
             optimizer.zero_grad(set_to_none=True)
             metrics = add_gradients(draft, target, rows, epoch, args)
@@ -483,14 +514,15 @@ def train(draft, target, documents, prompts, args):
                             tokens_per_second=round(tokens / seconds), **metrics)
                 print(json.dumps(line), file=log, flush=True)
                 bar.set_postfix(loss=f"{metrics['loss']:.3f}", tau=f"{metrics['tau']:.2f}")
-            if args.checkpoint_every and step % args.checkpoint_every == 0:
+            if args.checkpoint_every and step % args.checkpoint_every == 0 and rank() == 0:
                 save(last, draft, optimizer, step, run)
                 texts, _ = decode(target, draft, prompts[:8], args, 0.0)
                 tqdm.write(f"step {step}: accepted length {total(texts).accepted_length:.2f}, held "
                            "out")
     if skipped:
         print(f"{skipped} steps had no anchor and changed nothing")
-    draft.save_pretrained(folder)
+    if rank() == 0:
+        draft.save_pretrained(folder)
 
 MAY_CHANGE = ("resume", "save_path", "checkpoint_every")  # between a run and its continuation
 
@@ -767,6 +799,31 @@ def print_table(results):
         print(f"{name:16}{x['0']['accepted_length']:7.2f}{x['1']['accepted_length']:7.2f}"
               f"{x['1']['speedup']:9.2f}   {shares}")
 
+@torch.no_grad()
+def forecast(target, draft, talks, args):
+    """One line before the long part, to the right order of magnitude. Guessed: four letters a
+    token, answers of full length, a draft token as dear as its share of weights. Timed: the target
+    reading 512 tokens, and 32, which is what writing 32 answers at once takes."""
+    def seconds(tokens):
+        ids = torch.zeros(1, tokens, dtype=torch.long, device=target.device)
+        start = time.perf_counter()
+        target.base_model(ids)[0].sum().item()
+        return (time.perf_counter() - start) / tokens
+
+    seconds(512)  # warms up
+    answers = sum(turn["role"] == "assistant" for talk in talks for turn in talk)
+    written = answers * args.answer_max_new_tokens * (args.responses == "target")
+    read = sum(len(turn["content"]) for talk in talks for turn in talk) / 4 + written
+    rows = args.max_steps * args.batch_size or args.epochs * math.ceil(read / args.total_seq_len)
+    sizes = [sum(x.numel() for x in model.parameters()) for model in (target, draft)]
+    slots, head = args.max_anchors * args.block_size, draft.lm_head.numel()
+    row = args.total_seq_len + 3 * slots * (sizes[1] + 2 * head) / sizes[0]
+    held = (args.chunk_blocks or args.max_anchors) * args.block_size * len(draft.lm_head) * 4
+    memory = sizes[0] * target.lm_head.weight.element_size() + 16 * sizes[1] + 6 * held
+    print(f"ahead: {answers} answers to {'write' if written else 'read'}, up to "
+          f"{written * seconds(32) / 60:.0f} min; then {rows} rows, up to "
+          f"{rows * row * seconds(512) / 60:.0f} min; at least {memory / 1e9:.1f} GB of memory")
+
 def prepare(args, target, tokenizer):
     """-> documents to train on, held-out prompts"""
     skipped = collections.Counter()
@@ -775,7 +832,9 @@ def prepare(args, target, tokenizer):
     prompts, texts = questions_of(held, tokenizer, args, skipped)
     require(talks and prompts, f"--data {args.data}: got {len(talks)} conversations to train on and"
             f" {len(prompts)} held-out prompts; both are needed. Skipped: {dict(skipped)}")
-    pathlib.Path(args.save_path, "prompts.json").write_text(json.dumps(texts, indent=1))
+    if rank() == 0:
+        pathlib.Path(args.save_path, "prompts.json").write_text(json.dumps(texts, indent=1))
+        forecast(target, fresh_draft(args, target, tokenizer), talks, args)
     return documents_of(talks, target, tokenizer, args, skipped), prompts
 
 def run(args):
@@ -785,20 +844,24 @@ def run(args):
     out.mkdir(parents=True, exist_ok=True)
     if args.tiny and not pathlib.Path(args.verifier_name_or_path).is_dir():
         args.verifier_name_or_path = str(out / "target")
-        make_tiny_target(args, args.verifier_name_or_path)
+        if rank() == 0:
+            make_tiny_target(args, args.verifier_name_or_path)
+    gather(None)
     target, tokenizer = load_target(args)
-    fresh_draft(args, target, tokenizer)  # before the answers are written: a wrong flag ends here
     documents, prompts = prepare(args, target, tokenizer)
     draft_ids = draft_vocabulary(documents, args.draft_vocab_size, target)
+    flags = {name: variant(args, name) if name else args for name in args.compare or [""]}
+    drafts = {name: fresh_draft(one, target, tokenizer, draft_ids) for name, one in flags.items()}
+    for name, draft in drafts.items():
+        train(draft, target, documents, prompts, flags[name])
+    if rank() > 0:
+        return
     plain = {t: decode(target, None, prompts, args, t) for t in (0.0, 1.0)}
     texts = [one.tokens for one in plain[0.0][0]]
     facts = tiny_facts(target, documents, texts, args.block_size) if args.tiny else {}
     results = {}
-    for name in args.compare or [""]:
-        one = variant(args, name) if name else args
-        draft = fresh_draft(one, target, tokenizer, draft_ids)
-        train(draft, target, documents, prompts, one)
-        results[name] = evaluate(target, draft, prompts, plain, one)
+    for name, draft in drafts.items():
+        results[name] = evaluate(target, draft, prompts, plain, args)
     if args.compare:
         print_table(results)
         name = "vanilla" if "vanilla" in results else name
@@ -812,6 +875,14 @@ def run(args):
     print(f"saved in {out} after {time.time() - started:.0f} s; next: "
           f"python serve_demo.py --draft {out}")
 
+def join(local_rank):
+    """One of several processes, each with a device of its own; the first one writes and prints."""
+    if torch.cuda.is_available():
+        torch.cuda.set_device(local_rank)
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    if rank() > 0:
+        sys.stdout = open(os.devnull, "w")
+
 def main():
     p = parser()
     if "--tiny" in sys.argv:
@@ -821,6 +892,8 @@ def main():
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     try:
+        if "LOCAL_RANK" in os.environ:  # started by torchrun
+            join(int(os.environ["LOCAL_RANK"]))
         run(args)
     except ValueError as error:
         stop(error)
