@@ -1190,8 +1190,8 @@ def profile_draft_seconds(target, draft, requests=1, repeats=3, temperature=0.0,
     real loop, less the same of plain decoding -> StepCosts over R, for its `seconds`"""
     def rest(one, rows):
         with stopwatch(target) as seconds:
-            out = generate(target, one, [[0] * 16] * rows, 5, temperature, markov_top_k=markov_top_k,
-                           schedule=lambda confidence: [0] * rows)
+            out = generate(target, one, [[0] * 16] * rows, 5, temperature,
+                           schedule=lambda confidence: [0] * rows, markov_top_k=markov_top_k)
         return (seconds["all"] - seconds["target"] - seconds["prefill"]) / out[0].rounds
 
     sizes = sorted({1, requests})

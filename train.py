@@ -6,6 +6,7 @@
 
     python train.py --tiny      no download: synthetic dialogues, done in about three minutes
     python train.py             Qwen3-0.6B on ShareGPT
+    torchrun --nproc_per_node 4 train.py --batch-size 4    the same steps, on four devices
 Shapes are named as in dspark.py.
 """
 import argparse
@@ -15,6 +16,7 @@ import hashlib
 import itertools
 import json
 import math
+import os
 import pathlib
 import random
 import re
@@ -25,9 +27,9 @@ import time
 import huggingface_hub
 import tokenizers
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
-from safetensors.torch import load_file, save_file
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
@@ -196,91 +198,84 @@ ROLES = {"human": "user", "user": "user", "system": "system", "tool": "tool", "o
          "bing": "assistant", "bard": "assistant", "model": "assistant"}
 NO_HUB = ("{} cannot be had from the model hub. Without one, try `python train.py --tiny` (no "
           "download) or give local files: --verifier-name-or-path FOLDER --data FILE.json")
+CACHED_TOKENS = 65536  # of all answers that are written at the same time
+UNIT = 128  # conversations answered, and kept on disk, together
 
-def read_rows(source):
-    """Rows of a JSON or JSON Lines file, or of a hub data set."""
-    if not source.endswith((".json", ".jsonl")):
-        import datasets  # slow to import; only hub data sets need it
-        name = "Aeala/ShareGPT_Vicuna_unfiltered" if source == "sharegpt" else source
-        try:
-            huggingface_hub.HfApi().dataset_info(name, timeout=5)  # no hub: fails at once
-            return list(datasets.load_dataset(name)["train"])
-        except Exception as error:  # the errors of the hub and of datasets share no other base
-            raise ValueError(NO_HUB.format(f"data set {name}")) from error
-    require(pathlib.Path(source).is_file(), f"--data {source}: no such file")
-    text = pathlib.Path(source).read_text(encoding="utf-8-sig")
-    if text.lstrip().startswith("["):
-        return json.loads(text)
-    return [json.loads(line) for line in text.splitlines() if line.strip()]
+@contextlib.contextmanager
+def counted(skipped):
+    """A ValueError costs one row or answer, not the run; it is counted under its message."""
+    try:
+        yield
+    except json.JSONDecodeError:
+        skipped["malformed JSON"] += 1
+    except ValueError as error:
+        skipped[str(error)] += 1
+
+def hub_rows(name):
+    import datasets  # slow to import; only hub data sets need it
+    try:
+        huggingface_hub.HfApi().dataset_info(name, timeout=5)  # no hub: fails at once
+        return list(datasets.load_dataset(name)["train"])
+    except Exception as error:  # the errors of the hub and of datasets share no other base
+        raise ValueError(NO_HUB.format(f"data set {name}")) from error
+
+def read_rows(source, skipped):
+    """Rows of a JSON or JSON Lines file, of a folder of them, or of a hub data set."""
+    path, rows = pathlib.Path(source), []
+    if not path.exists():
+        require(path.suffix not in (".json", ".jsonl"), f"--data {source}: no such file")
+        return hub_rows("Aeala/ShareGPT_Vicuna_unfiltered" if source == "sharegpt" else source)
+    for file in sorted(path.rglob("*.json*")) if path.is_dir() else [path]:
+        text = file.read_text(encoding="utf-8-sig").strip()
+        for part in [text] if text.startswith("[") else filter(str.strip, text.split("\n")):
+            with counted(skipped):
+                found = json.loads(part)
+                rows += found if isinstance(found, list) else [found]
+    return rows
 
 def conversation(row):
-    """A row in ShareGPT's, OpenAI's or prompt spelling -> [{role, content}]; ValueError: why not"""
+    """A row in ShareGPT's, OpenAI's or prompt spelling -> [{role, content}] with an answer at its
+    end, "" where only the question is known; ValueError: why not"""
     require(isinstance(row, dict), "row is not an object")
     turns = row.get("conversations") or row.get("messages")
-    if "turns" in row or "prompt" in row:
-        turns = [{"role": "user", "content": (row.get("turns") or [row.get("prompt")])[0]}]
+    asked = row.get("turns") or row.get("prompt")
+    if asked and not turns:
+        asked = asked if isinstance(asked, list) else [asked]
+        turns = [turn for text in asked for turn in (
+            {"role": "user", "content": text}, {"role": "assistant", "content": ""})]
     require(isinstance(turns, list) and turns, "no conversation")
     if row.get("system"):
         turns = [{"role": "system", "content": row["system"]}, *turns]
-    found = []
+    found, questions = [], 0
     for turn in turns:
         require(isinstance(turn, dict), "entry is not a turn")
         role, text = turn.get("from", turn.get("role")), turn.get("value", turn.get("content"))
-        require(isinstance(text, str), "text is missing or not a string")
-        require(role in ROLES, f"unknown role {role!r}")
-        if found or ROLES[role] != "assistant":  # an answer without its question is dropped
+        require(isinstance(text, str) and text.encode(errors="ignore").decode() == text,
+                "text is missing or no valid string")
+        require(isinstance(role, str) and role in ROLES, f"unknown role {role!r:.30}")
+        questions += ROLES[role] == "user"
+        if questions or ROLES[role] != "assistant":  # an answer without its question is dropped
             found.append({"role": ROLES[role], "content": text})
-    require(any(turn["role"] == "user" for turn in found), "no user turn")
-    return found
+    require(questions, "no question")
+    return found + [{"role": "assistant", "content": ""}] * (found[-1]["role"] != "assistant")
+
+def conversations(rows, skipped):
+    talks = []
+    for row in rows:
+        with counted(skipped):
+            talks.append(conversation(row))
+    return talks
 
 def render(tokenizer, turns, args):
     """Token ids of the target's chat template, up to where the next answer begins."""
     try:
-        return tokenizer.apply_chat_template(
+        ids = tokenizer.apply_chat_template(
             turns, add_generation_prompt=True, return_dict=False,
             enable_thinking=args.enable_thinking)
-    except Exception as error:  # a template raises what it likes; the row is counted, not lost
+    except Exception as error:  # a template raises what it likes; the turn is counted, not lost
         raise ValueError("the chat template refuses it") from error
-
-@contextlib.contextmanager
-def counted(skipped):
-    """A ValueError costs one row or turn, not the run; it is counted under its message."""
-    try:
-        yield
-    except ValueError as error:
-        skipped[str(error)] += 1
-
-def written_pairs(talks, tokenizer, args, skipped):
-    """(prompt ids, answer ids) for every assistant turn of the data."""
-    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    for talk in talks:
-        for i, turn in enumerate(talk):
-            if turn["role"] == "assistant":
-                with counted(skipped):
-                    require(turn["content"].strip(), "empty answer")
-                    answer = tokenizer(turn["content"], add_special_tokens=False).input_ids
-                    yield render(tokenizer, talk[:i], args), answer + end
-
-def target_pairs(talks, target, tokenizer, args, skipped):
-    """The same, but the target answers every user turn itself, in the light of its own answers."""
-    stops, cuts = target.generation_config.eos_token_id, 0
-    talks = [([], [turn for turn in talk if turn["role"] != "assistant"]) for talk in talks]
-    while talks:
-        asked = []
-        for said, left in talks:
-            after = [turn["role"] for turn in left].index("user") + 1
-            with counted(skipped):
-                prompt = render(tokenizer, said + left[:after], args)
-                require(len(prompt) + 2 <= args.total_seq_len, "prompt fills the sequence")
-                asked.append((prompt, said + left[:after], left[after:]))
-        answers = write_answers(target, [prompt for prompt, _, _ in asked], args)
-        for (prompt, said, left), answer in zip(asked, answers):
-            yield prompt, answer
-            cuts += answer[-1] not in stops
-            text = tokenizer.decode(answer, skip_special_tokens=True)
-            said.append({"role": "assistant", "content": text})
-        talks = [(said, left) for _, said, left in asked if any(x["role"] == "user" for x in left)]
-    print(f"{cuts} answers were cut at {args.answer_max_new_tokens} tokens: no end of turn there")
+    require(len(ids) + 2 <= args.total_seq_len, "question fills --total-seq-len")
+    return ids
 
 def sampling_of(target, args):
     """How the target's answers are drawn: by its generation_config, else at temperature 1."""
@@ -291,66 +286,99 @@ def sampling_of(target, args):
         known["temperature"] = args.answer_temperature
     return known
 
-def write_answers(target, prompts, args):
-    """The target's answers in packed batches. Each is kept on disk under a hash of all that decides
-    it, as soon as it is complete: a run that was killed goes on where it stopped."""
-    path = pathlib.Path(args.answer_file or args.save_path + "/answers.jsonl")
-    sampling, budget = sampling_of(target, args), args.answer_max_new_tokens
-    salt = (target.config._name_or_path, sampling, budget, args.seed)
-    keys = [hashlib.sha256(repr((salt, prompt)).encode()).hexdigest()[:24] for prompt in prompts]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.touch()
-    whole = [line for line in path.read_text().splitlines() if line.endswith("]}")]  # not cut off
-    known = dict(pair for line in whole for pair in json.loads(line).items())
-    todo = {key: prompt for key, prompt in zip(keys, prompts) if key not in known}
-    todo = sorted(todo.items(), key=lambda item: len(item[1]))  # alike lengths, so less padding
-    with path.open("a") as file, tqdm(total=len(todo), desc="answers", disable=not todo) as bar:
-        for start in range(0, len(todo), 512):
-            names, group = zip(*todo[start : start + 512])
+def write_answers(target, prompts, args, generator):
+    """The target's answers as token ids, which are never tokenised again."""
+    longest = max(map(len, prompts), default=0) + args.answer_max_new_tokens
+    found = generate(target, None, prompts, args.answer_max_new_tokens,
+                     **sampling_of(target, args), generator=generator,
+                     max_concurrency=max(1, CACHED_TOKENS // longest),
+                     stop_token_ids=target.generation_config.eos_token_id)
+    return [one.tokens for one in found]
 
-            def keep(one):
-                known[names[one.index]] = one.tokens
-                print(json.dumps({names[one.index]: one.tokens}), file=file, flush=True)
-                bar.update()
+def answer_all(talks, target, tokenizer, args, key=""):
+    """ONE document per answer, rendered as serving would render it: question, answer, end of turn.
+    With --responses target the target answers itself, in the light of its own earlier answers.
+    -> [(token ids, where the answer starts)], Counter of what was skipped"""
+    documents, skipped = [], collections.Counter()
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    places = [[i for i, x in enumerate(talk) if x["role"] == "assistant"] for talk in talks]
+    for wave in itertools.zip_longest(*places):  # the first answers, the second ones, ...
+        asked = []
+        for talk, place in zip(talks, wave):
+            if place is not None:
+                with counted(skipped):
+                    asked.append((talk, place, render(tokenizer, talk[:place], args)))
+        if args.responses == "target":
+            generator = seeded(args.seed, key, len(documents))
+            answers = write_answers(target, [ids for _, _, ids in asked], args, generator)
+            for (talk, place, _), answer in zip(asked, answers):
+                text = tokenizer.decode(answer, skip_special_tokens=True)
+                talk[place] = {"role": "assistant", "content": text}
+        else:
+            texts = [talk[place]["content"] for talk, place, _ in asked]
+            answers = [tokenizer(text, add_special_tokens=False).input_ids + end
+                       if text.strip() else [] for text in texts]
+        for (_, _, prompt), answer in zip(asked, answers):
+            with counted(skipped):  # an anchor and the token after it
+                ids = [*prompt, *answer][: args.total_seq_len]
+                require(len(ids) >= len(prompt) + 2, "answer has fewer than two tokens")
+                documents.append((ids, len(prompt)))
+    return documents, skipped
 
-            rows = max(1, min(args.answer_batch, 65536 // (len(group[-1]) + budget)))
-            generate(target, None, group, budget, **sampling, max_concurrency=rows, on_done=keep,
-                     stop_token_ids=target.generation_config.eos_token_id,
-                     generator=seeded(args.seed, names[0]))
-    return [known[key] for key in keys]
+def keep(path, record):
+    if record and rank() == 0:
+        with path.open("a") as file:
+            file.write("\n" + json.dumps(record))  # first a line end: the last line may be cut off
 
-def documents_of(rows, target, tokenizer, args):
-    """ONE document per assistant turn, rendered as serving would render it: prompt, answer, end of
-    turn -> [{ids, start (of the answer), number}]. What is skipped is counted and said."""
-    skipped, talks, documents = collections.Counter(), [], []
-    for row in rows:
-        with counted(skipped):
-            talks.append(conversation(row))
-    pairs = (target_pairs(talks, target, tokenizer, args, skipped) if args.responses == "target"
-             else written_pairs(talks, tokenizer, args, skipped))
-    for prompt, answer in pairs:
-        ids = [*prompt, *answer][: args.total_seq_len]
-        with counted(skipped):
-            require(len(ids) >= len(prompt) + 2,  # an anchor and the token after it
-                    "fewer than two answer tokens within --total-seq-len")
-            documents.append({"ids": ids, "start": len(prompt), "number": len(documents)})
-    print(f"documents: kept {len(documents)}, skipped {sum(skipped.values())}: {dict(skipped)}")
+def documents_of(talks, target, tokenizer, args, skipped):
+    """The training documents [{ids, start, number}]. Units of conversations are kept on disk under
+    a hash of all that decides them: a run that was killed goes on where it stopped."""
+    path, known = pathlib.Path(args.save_path, "answers.jsonl"), {}
+    for line in path.read_text().split("\n") if path.exists() else ():
+        known.update(json.loads(line) if line.endswith("}]}") else {})  # not cut off by a kill
+    salt = (target.config._name_or_path, tokenizer.chat_template, sampling_of(target, args),
+            args.responses, args.answer_max_new_tokens, args.enable_thinking, args.total_seq_len,
+            args.seed)
+    units = [talks[i : i + UNIT] for i in range(0, len(talks), UNIT)]
+    units = {digest(salt, unit): unit for unit in units}
+    known = gather(known)[0]
+    missing, ranks = [key for key in units if key not in known], len(gather(None))
+    for i in tqdm(range(0, len(missing), ranks), "answers", unit="unit", disable=rank() > 0):
+        mine = {key: answer_all(units[key], target, tokenizer, args, key)
+                for key in missing[i : i + ranks][rank() : rank() + 1]}
+        for part in gather(mine):
+            known.update(part)
+            keep(path, part)
+    for key in units:
+        skipped.update(known[key][1])
+    found = [document for key in units for document in known[key][0]]
+    documents = [dict(ids=ids, start=start, number=i) for i, (ids, start) in enumerate(found)]
+    stops = target.generation_config.eos_token_id
+    cuts = sum(document["ids"][-1] not in stops for document in documents)
+    print(f"kept {len(documents)} answers of {len(talks)} conversations ({cuts} cut, without an end"
+          f" of turn); skipped {skipped.total()} rows and turns: {dict(skipped)}")
     require(documents, "nothing to train on: no document has two supervised tokens")
     return documents
 
-def held_out(rows, tokenizer, args):
-    """-> rows to train on, held-out prompts as ids, their texts; no row is on both sides"""
-    order = torch.randperm(len(rows), generator=seeded(args.seed, "split")).tolist()
-    rows = [rows[i] for i in order[: args.max_samples]]
-    held = read_rows(args.eval_data) if args.eval_data else rows[: len(rows) // 10]
-    held = held[: args.eval_samples]
-    rows = rows if args.eval_data else rows[len(held) :]
-    asked = [conversation(row) for row in held]
-    asked = [turns[: [turn["role"] for turn in turns].index("user") + 1] for turns in asked]
-    prompts = [render(tokenizer, turns, args) for turns in asked]
-    require(rows and prompts, f"--data {args.data}: got {len(rows)} rows to train on and "
-            f"{len(prompts)} held-out prompts; both are needed")
-    return rows, prompts, [turns[-1]["content"] for turns in asked]
+def held_out(talks, args, skipped):
+    """-> conversations to train on, held-out ones; shuffled, and none is on both sides"""
+    order = torch.randperm(len(talks), generator=seeded(args.seed, "split"))[: args.max_samples]
+    talks = [talks[i] for i in order]
+    if args.eval_data:
+        held = conversations(read_rows(args.eval_data, skipped), skipped)
+        return talks, held[: args.eval_samples]
+    count = min(args.eval_samples, max(1, len(talks) // 10))
+    return talks[count:], talks[:count]
+
+def questions_of(held, tokenizer, args, skipped):
+    """First questions of held-out conversations -> prompts as ids, their texts"""
+    prompts, texts = [], []
+    for talk in held:
+        asked = talk[: [turn["role"] for turn in talk].index("assistant")]
+        with counted(skipped):
+            prompts.append(render(tokenizer, asked, args))
+            texts.append(asked[-1]["content"])
+    return prompts, texts
 
 def draft_vocabulary(documents, size, target):
     """The most frequent supervised tokens (ties by smaller id), always the end-of-turn ids, filled
@@ -367,92 +395,81 @@ def draft_vocabulary(documents, size, target):
 
 # --------------------------------------------------------------------------------------- training
 
+def rank():
+    """The number of this process under torchrun; alone: 0."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+def gather(part):
+    """What every process has, in order of rank; alone: [part]. All wait here for each other."""
+    parts = [part]
+    if dist.is_initialized():
+        parts = [None] * dist.get_world_size()
+        dist.all_gather_object(parts, part)
+    return parts
+
+def digest(*parts):
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
+
 def seeded(*parts):
     """The one rule for random draws: a generator seeded by (seed, epoch, sample id)."""
-    digest = hashlib.sha256(repr(parts).encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+    return torch.Generator().manual_seed(int(digest(*parts)[:14], 16))
 
-def pack_rows(documents, length):
-    """Documents in the given order -> rows of at most `length` tokens; the first row with room."""
-    rows, room = [], []
-    for document in documents:
-        size = len(document["ids"])
-        fit = next((i for i, free in enumerate(room) if free >= size), len(rows))
-        if fit == len(rows):
+def epoch_steps(documents, epoch, args):
+    """The steps of an epoch: --batch-size rows of documents, each at most --total-seq-len long. The
+    same whenever the run is started again."""
+    rows, size = [], math.inf
+    for i in torch.randperm(len(documents), generator=seeded(args.seed, epoch)).tolist():
+        size += len(documents[i]["ids"])
+        if size > args.total_seq_len:
             rows.append([])
-            room.append(length)
-        rows[fit].append(document)
-        room[fit] -= size
-    return rows
+            size = len(documents[i]["ids"])
+        rows[-1].append(documents[i])
+    return [rows[i : i + args.batch_size] for i in range(0, len(rows), args.batch_size)]
 
-def epoch_rows(documents, epoch, args):
-    order = torch.randperm(len(documents), generator=seeded(args.seed, epoch))
-    return pack_rows([documents[i] for i in order], args.total_seq_len)
+@torch.no_grad()
+def target_states(target, layer_ids, row):
+    """One packed forward of the frozen target over a row of documents -> features [1, S, n d],
+    target_hidden [1, S, d] after the final norm"""
+    counts, device = [len(document["ids"]) for document in row], target.device
+    ids = torch.tensor([token for document in row for token in document["ids"]], device=device)
+    plan = dspark.make_plan(0, [0] * len(row), counts, device)
+    layers, d = [*layer_ids, target.config.num_hidden_layers - 1], target.config.hidden_size
+    with dspark.packed(target):
+        cache, first = dspark.RaggedCache(len(row), max(counts)), ids[:1] * 0
+        _, states = dspark.run_target(target, cache, layers, ids, plan, first)  # few logits
+    return states[None].split([states.shape[-1] - d, d], -1)
 
-def batches(documents, args):
-    """(epoch, the rows of a step), without end; the same whenever the run is started again."""
-    for epoch in itertools.count():
-        rows = epoch_rows(documents, epoch, args)
-        for start in range(0, len(rows), args.batch_size):
-            yield epoch, rows[start : start + args.batch_size]
-
-class TargetStates:
-    """Hidden states of the frozen target for a row of documents, in one packed forward; kept in
-    memory for the next epoch while they fit into `gigabytes`."""
-    def __init__(self, target, layer_ids, gigabytes):
-        self.target, self.kept, self.room = target, {}, gigabytes * 1e9
-        self.layer_ids = [*layer_ids, target.config.num_hidden_layers - 1]  # last: after the norm
-
-    @torch.no_grad()
-    def compute(self, row):
-        """-> per document [S, (n + 1) d]"""
-        counts = [len(document["ids"]) for document in row]
-        plan = dspark.make_plan(0, [0] * len(row), counts, self.target.device)
-        ids = torch.tensor(sum((x["ids"] for x in row), []), device=self.target.device)
-        with dspark.packed(self.target):
-            cache = dspark.RaggedCache(len(row), max(counts))
-            first = ids[:1] * 0  # the logits of one row: they are not needed
-            _, states = dspark.run_target(self.target, cache, self.layer_ids, ids, plan, first)
-        return states.split(counts)
-
-    def __call__(self, row):
-        """-> features [1, S, n d], target_hidden [1, S, d]"""
-        new = [document for document in row if document["number"] not in self.kept]
-        fresh = dict(zip((x["number"] for x in new), self.compute(new) if new else ()))
-        states = torch.cat([{**self.kept, **fresh}[x["number"]] for x in row])[None]
-        for number, state in fresh.items():
-            self.room -= state.nbytes
-            if self.room > 0:
-                self.kept[number] = state.clone()  # a split is a view of the whole row
-        d = self.target.config.hidden_size
-        return states.split([states.shape[-1] - d, d], -1)
-
-def row_loss(draft, states, row, epoch, args):
+def row_loss(draft, target, row, epoch, args):
     """-> loss, metrics; None where the row has no anchor"""
-    device = draft.fc.weight.device
     tokens = [(token, place >= document["start"], number, place)
               for number, document in enumerate(row) for place, token in enumerate(document["ids"])]
-    ids, mask, numbers, places = torch.tensor(tokens, device=device).T[:, None]  # each [1, S]
+    ids, mask, numbers, places = torch.tensor(tokens, device=target.device).T[:, None]  # [1, S]
     generator = seeded(args.seed, epoch, row[0]["number"])
     anchors, valid = sample_anchors(mask, numbers, args.max_anchors, [generator])
     if not valid.any():
         return None
-    with torch.autocast(device.type, torch.bfloat16, enabled=args.dtype == "bfloat16"):
+    states = target_states(target, draft.config.target_layer_ids, row)
+    with torch.autocast(ids.device.type, torch.bfloat16, enabled=args.dtype == "bfloat16"):
         return dspark_loss(
-            draft, *states(row), ids, mask, anchors, valid, numbers, places, args.loss_fn,
+            draft, *states, ids, mask, anchors, valid, numbers, places, args.loss_fn,
             args.dflash_decay_gamma, args.confidence_head_alpha, args.chunk_blocks)
 
-def add_gradients(draft, states, rows, epoch, args):
-    """Backward through the rows of a step -> mean metrics, or None without any anchor"""
-    found = []
-    for row in rows:
-        result = row_loss(draft, states, row, epoch, args)
+def add_gradients(draft, target, rows, epoch, args):
+    """Backward through the rows of a step, shared out among the processes; gradients and metrics
+    are those of all rows -> mean metrics, {} without any anchor"""
+    found, ranks = [], len(gather(None))
+    for row in rows[rank() :: ranks]:
+        result = row_loss(draft, target, row, epoch, args)
         if result is not None:
             loss, metrics = result
             (loss / len(rows)).backward()
             found.append({name: float(x) for name, x in dict(metrics, loss=loss.detach()).items()})
-    if found:
-        return {name: sum(x[name] for x in found) / len(found) for name in found[0]}
+    found = sum(gather(found), [])
+    if ranks > 1 and found:
+        for weight in draft.parameters():
+            weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
+            dist.all_reduce(weight.grad)  # the sum: each loss is divided by all rows of the step
+    return {name: sum(x[name] for x in found) / len(found) for name in (found or [{}])[0]}
 
 def update(draft, optimizer, done, steps, args):
     """Step number `done`, counted from 0: clipped, at the warm-up's or the cosine's rate."""
@@ -463,88 +480,70 @@ def update(draft, optimizer, done, steps, args):
         group["lr"] = args.lr * min(cosine, (done + 1) / warm)
     optimizer.step()
 
-def train(draft, states, documents, prompts, args):
-    """Train to the last step; on the way log, decode held-out prompts and save."""
-    folder, run, target = pathlib.Path(args.save_path), run_key(args), states.target
+def train(draft, target, documents, prompts, args):
+    """Train to the last step; log every step, now and then save and decode held-out prompts."""
+    folder, ids = pathlib.Path(args.save_path), draft.config.target_layer_ids
+    last = folder / "checkpoints/last"
+    last.parent.mkdir(parents=True, exist_ok=True)
     optimizer = torch.optim.AdamW(draft.parameters(), lr=args.lr, weight_decay=0.0)
-    per_epoch = math.ceil(len(epoch_rows(documents, 0, args)) / args.batch_size)
-    steps = args.max_steps or args.epochs * per_epoch
-    first, best = resume(folder, draft, optimizer, run, target) if args.resume else (0, 0.0)
-    if first:
-        print(f"resumed at step {first} of {steps}")
-    ids = draft.config.target_layer_ids
-    print(f"{folder}: {sum(p.numel() for p in draft.parameters()):,} parameters, {steps} steps, "
-          f"gamma {draft.config.gamma}, reads layers {ids} (speculators: {[k + 1 for k in ids]})")
-    folder.mkdir(parents=True, exist_ok=True)
+    steps = args.max_steps or args.epochs * len(epoch_steps(documents, 0, args))
+    run = dict(vars(args), documents=digest(documents), **dict.fromkeys(MAY_CHANGE))
+    first = resume(last, draft, optimizer, run) if args.resume else 0
+    print(f"{folder}: {sum(p.numel() for p in draft.parameters()):,} parameters, step {first} of "
+          f"{steps}, gamma {draft.config.gamma}, reads layers {ids} (speculators: "
+          f"{[k + 1 for k in ids]})")
+    draft.config.dspark_extra = {"enable_thinking": args.enable_thinking, "steps": steps}
     started, tokens, skipped = time.time(), 0, 0
-    work = enumerate(itertools.islice(batches(documents, args), first, steps), first + 1)
-    bar = tqdm(work, total=steps, initial=first, desc="training", unit="step")
-    with (folder / "metrics.jsonl").open("a") as log:
-        for step, (epoch, rows) in bar:
+    work = ((epoch, rows) for epoch in itertools.count()
+            for rows in epoch_steps(documents, epoch, args))
+    bar = tqdm(itertools.islice(work, first, steps), "training", steps, initial=first, unit="step",
+               disable=rank() > 0)
+    path = folder / "metrics.jsonl" if rank() == 0 else os.devnull  # one process writes
+    with open(path, "a" if first else "w") as log:
+        for step, (epoch, rows) in enumerate(bar, first + 1):
             optimizer.zero_grad(set_to_none=True)
-            metrics = add_gradients(draft, states, rows, epoch, args)
+            metrics = add_gradients(draft, target, rows, epoch, args)
+            bad = [name for name, value in metrics.items() if not math.isfinite(value)]
+            require(not bad, f"step {step}: {', '.join(bad)} not finite; try a lower --lr")
             tokens += sum(len(document["ids"]) for row in rows for document in row)
-            if metrics is None:
-                skipped += 1
-            else:
-                bad = [name for name, value in metrics.items() if not math.isfinite(value)]
-                require(not bad, f"step {step - 1}: {', '.join(bad)} not finite; try a lower --lr")
+            skipped += not metrics
+            if metrics:
                 update(draft, optimizer, step - 1, steps, args)
-            if metrics and (step % args.log_every in (0, 1) or step == steps):
                 seconds = time.time() - started
                 line = dict(step=step, epoch=epoch, seconds=round(seconds, 2),
                             tokens_per_second=round(tokens / seconds), **metrics)
                 print(json.dumps(line), file=log, flush=True)
                 bar.set_postfix(loss=f"{metrics['loss']:.3f}", tau=f"{metrics['tau']:.2f}")
-            if args.eval_every and step % args.eval_every == 0:
-                length = decode(target, draft, prompts[:8], args, 0.0)["accepted_length"]
-                tqdm.write(f"step {step}: accepted length {length:.2f} on held-out text")
-                if length > best:
-                    best = length
-                    save(folder / "checkpoints/best", draft, optimizer, step, best, run)
-            if args.checkpoint_every and step % args.checkpoint_every == 0:
-                save(folder / "checkpoints/last", draft, optimizer, step, best, run)
+            if args.checkpoint_every and step % args.checkpoint_every == 0 and rank() == 0:
+                save(last, draft, optimizer, step, run)
+                texts, _ = decode(target, draft, prompts[:8], args, 0.0)
+                tqdm.write(f"step {step}: accepted length {total(texts).accepted_length:.2f}, held "
+                           "out")
     if skipped:
         print(f"{skipped} steps had no anchor and changed nothing")
-    draft.config.dspark_extra = {"enable_thinking": args.enable_thinking, "steps": steps}
-    draft.save_pretrained(folder)
+    if rank() == 0:
+        draft.save_pretrained(folder)
 
-def run_key(args):
-    """What must not change between a run and its continuation."""
-    loose = "resume save_path checkpoint_every log_every eval_every feature_cache_gb".split()
-    return {name: value for name, value in vars(args).items() if name not in loose}
+MAY_CHANGE = ("resume", "save_path", "checkpoint_every")  # between a run and its continuation
 
-def save(place, draft, optimizer, step, best, run):
-    """A whole checkpoint or none: written beside its place, then renamed."""
-    fresh, old = place.with_suffix(".tmp"), place.with_suffix(".old")
-    shutil.rmtree(fresh, ignore_errors=True)
-    draft.save_pretrained(fresh)
-    moments = {f"{i}.{key}": value for i, state in optimizer.state_dict()["state"].items()
-               for key, value in state.items()}
-    save_file(moments, fresh / "optimizer.safetensors")
-    (fresh / "trainer.json").write_text(json.dumps(dict(step=step, best=best, run=run)))
-    shutil.rmtree(old, ignore_errors=True)
-    if place.exists():
-        place.rename(old)
-    fresh.rename(place)
+def save(path, draft, optimizer, step, run):
+    """Complete under another name, then renamed: a kill while saving costs nothing."""
+    state = dict(draft=draft.state_dict(), optimizer=optimizer.state_dict(), step=step, run=run)
+    torch.save(state, path.with_suffix(".tmp"))
+    os.replace(path.with_suffix(".tmp"), path)
 
-def resume(folder, draft, optimizer, run, target):
-    """Go on from checkpoints/last, or from last.old if the run was killed while saving.
-    -> steps done, best accepted length"""
-    places = [folder / "checkpoints" / name for name in ("last", "last.old")]
-    place = next((x for x in places if x.exists()), None)
-    require(place, f"--resume: there is no checkpoint in {places[0]}")
-    facts = json.loads((place / "trainer.json").read_text())
-    other = [f"{key} was {facts['run'].get(key)}, is {value}" for key, value in run.items()
-             if facts["run"].get(key) != value]
-    require(not other, f"--resume: the checkpoint belongs to another run: {'; '.join(other)}")
-    draft.load_state_dict(DSparkDraft.from_pretrained(place, target).state_dict())
-    state = optimizer.state_dict()
-    for name, value in load_file(place / "optimizer.safetensors").items():
-        number, key = name.split(".")
-        state["state"].setdefault(int(number), {})[key] = value
-    optimizer.load_state_dict(state)
-    return facts["step"], facts["best"]
+def resume(path, draft, optimizer, run):
+    """Go on from a checkpoint -> steps done, 0 for a run that was killed before its first one"""
+    if not path.exists():
+        print(f"--resume: no checkpoint in {path} yet, starting from the beginning")
+        return 0
+    saved = torch.load(path, map_location="cpu")
+    other = [f"{name} was {saved['run'].get(name)}, is {value}" for name, value in run.items()
+             if saved["run"].get(name) != value]
+    require(not other, f"--resume: {path} belongs to another run: {'; '.join(other)}")
+    draft.load_state_dict(saved["draft"])
+    optimizer.load_state_dict(saved["optimizer"])
+    return saved["step"]
 
 HEAD_FLAGS = ("markov_rank", "markov_head_type", "enable_confidence_head",
               "confidence_head_with_markov")
@@ -600,37 +599,40 @@ def init_from_target(draft, target):
 # ------------------------------------------------ evaluation: held-out prompts, decoded for real
 
 def decode(target, draft, prompts, args, temperature, draft_sampling="sample"):
-    """Decode the prompts plainly and with the draft, through the same loop -> results, for JSON"""
-    clocks, texts, rates = [], [], []
-    for one in (None, draft):
-        with stopwatch(target) as seconds:
-            texts.append(generate(
-                target, one, prompts, args.eval_max_new_tokens, temperature,
-                stop_token_ids=target.generation_config.eos_token_id,
-                max_concurrency=args.eval_concurrency, draft_sampling=draft_sampling,
-                generator=seeded(args.seed, temperature)))
-        clocks.append(seconds)
-        rates.append(sum(len(x.tokens) for x in texts[-1]) / seconds["all"])
-    (plain, fast), counts = clocks, total(texts[1])
+    """-> Generations, seconds by phase"""
+    with stopwatch(target) as seconds:
+        texts = generate(
+            target, draft, prompts, args.eval_max_new_tokens, temperature,
+            stop_token_ids=target.generation_config.eos_token_id,
+            max_concurrency=args.eval_concurrency, draft_sampling=draft_sampling,
+            generator=seeded(args.seed, temperature))
+    return texts, seconds
+
+def against_plain(plain, fast, draft_sampling):
+    """The same prompts decoded plainly and with a draft, by the same loop -> results, for JSON"""
+    (slow_texts, slow), (texts, seconds) = plain, fast
+    counts, before = total(texts), total(slow_texts)
+    rates = [sum(len(x.tokens) for x in one) / clock["all"] for one, clock in (plain, fast)]
     per_round = 1e3 / max(1, counts.rounds)
     return dict(
         accepted_length=counts.accepted_length, rounds=counts.rounds, draft_sampling=draft_sampling,
         acceptance_by_position=counts.acceptance_by_position,
         conditional_acceptance=counts.conditional_acceptance,
         tokens_per_second=dict(zip(("plain", "speculative"), rates)), speedup=rates[1] / rates[0],
-        draft_ms=per_round * (fast["all"] - fast["target"] - fast["prefill"]),
-        verify_ms=per_round * fast["target"],
-        plain_ms=1e3 * plain["target"] / max(1, total(texts[0]).rounds),
-        same_text=sum(a.tokens == b.tokens for a, b in zip(*texts)), prompts=len(prompts),
-        by_prompt=[(len(x.tokens), x.rounds, x.accepted) for x in texts[1]])
+        draft_ms=per_round * (seconds["all"] - seconds["target"] - seconds["prefill"]),
+        verify_ms=per_round * seconds["target"],
+        plain_ms=1e3 * slow["target"] / max(1, before.rounds),
+        same_text=sum(a.tokens == b.tokens for a, b in zip(slow_texts, texts)), prompts=len(texts),
+        by_prompt=[(len(x.tokens), x.rounds, x.accepted) for x in texts])
 
-def evaluate(target, draft, prompts, args):
-    """-> results of all held-out prompts at temperature 0 and 1"""
+def evaluate(target, draft, prompts, plain, args):
+    """plain: {temperature: what `decode` gives without a draft} -> {temperature: results}"""
     results = {}
-    for temperature in (0.0, 1.0):
+    for temperature, slow in plain.items():
         # Without a chain, drafts sampled independently clash: argmax proposals may do better there.
         ways = ("sample", "argmax") if temperature and not draft.config.markov_rank else ("sample",)
-        tries = [decode(target, draft, prompts, args, temperature, way) for way in ways]
+        tries = [against_plain(slow, decode(target, draft, prompts, args, temperature, way), way)
+                 for way in ways]
         best = max(tries, key=lambda result: result["accepted_length"])
         results[f"{temperature:g}"] = best
         rate = best["tokens_per_second"]["speculative"]
@@ -639,30 +641,13 @@ def evaluate(target, draft, prompts, args):
               f"held-out prompts, proposals: {best['draft_sampling']})")
     return results
 
-class BigramDraft:
-    """Baseline: drafts from the counts of neighbouring tokens alone, through the same loop."""
-    def __init__(self, documents, target, gamma):
-        size = len(target.get_input_embeddings().weight)
-        pairs = torch.tensor([pair for x in documents for pair in zip(x["ids"], x["ids"][1:])])
-        counts = torch.bincount(pairs[:, 0] * size + pairs[:, 1], minlength=size * size)
-        self.embed_tokens = self.logits = (counts.view(size, size) + 0.01).log()
-        self.config = argparse.Namespace(gamma=gamma, target_layer_ids=())
-        self.confidence_head = None
-
-    def propose(self, anchors, position, context, g, uniforms, filters, top, greedy):
-        tokens, q = [anchors], []
-        for k in range(g):
-            q.append(self.logits[tokens[-1]].softmax(-1))  # [R, V]
-            tokens.append(q[-1].argmax(-1) if greedy else dspark.draw(q[-1], uniforms[:, k]))
-        return dspark.Proposal(torch.stack(tokens[1:], 1), torch.stack(q, 1), None)
-
 # ------------------------------------------------------------ --tiny: a language made on the spot
 
 TINY = dict(
     save_path="output/tiny", block_size=7, num_layers=2, target_layer_ids=[0, 4, 6], lr=1e-2,
     draft_vocab_size=0, markov_rank=64, markov_std=0.1, max_steps=420, max_anchors=96,
     chunk_blocks=0, total_seq_len=1280, loss_fn={"kl_div": 0.5, "tv": 1.0}, max_samples=800,
-    eval_samples=24, log_every=20, answer_max_new_tokens=110, answer_batch=128, eval_max_new_tokens=110)
+    eval_samples=24, answer_max_new_tokens=110, eval_max_new_tokens=110)
 CHATML = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
           "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
 
@@ -692,8 +677,8 @@ def make_tiny_target(args, folder):
         vocab_size=len(tokenizer), hidden_size=128, intermediate_size=320, num_hidden_layers=8,
         num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=1024,
         eos_token_id=tokenizer.eos_token_id, tie_word_embeddings=True))
-    pairs = [torch.tensor(prompt + answer) for prompt, answer in
-             written_pairs(talks, tokenizer, args, collections.Counter())]
+    written = argparse.Namespace(**{**vars(args), "responses": "dataset"})
+    pairs = [torch.tensor(ids) for ids, _ in answer_all(talks, None, tokenizer, written)[0]]
     optimizer = torch.optim.AdamW(target.parameters(), lr=3e-3)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=320, pct_start=0.05)
     for step in tqdm(range(320), desc="tiny target", unit="step"):
@@ -708,18 +693,26 @@ def make_tiny_target(args, folder):
     tokenizer.save_pretrained(folder)
 
 @torch.no_grad()
-def tiny_facts(target, documents, prompts, args):
-    """What synthetic numbers must be read against: the target's entropy, a bigram drafter."""
-    states, head, entropies = TargetStates(target, [], 0), target.get_output_embeddings().weight, []
+def tiny_facts(target, documents, texts, gamma):
+    """What synthetic numbers must be read against: the target's entropy, and the accepted length at
+    temperature 0, on `texts`, of drafting the commonest follower of each token."""
+    entropies, followers, found = [], collections.defaultdict(collections.Counter), []
+    for document in documents:
+        for token, follower in itertools.pairwise(document["ids"]):
+            followers[token][follower] += 1
     for document in documents[:64]:
-        hidden = states.compute([document])[0][document["start"] - 1 : -1]
-        log_p = F.linear(hidden, head).log_softmax(-1)
+        logits = target(torch.tensor([document["ids"]], device=target.device)).logits
+        log_p = logits[0, document["start"] - 1 : -1].log_softmax(-1)
         entropies.append(-(log_p.exp() * log_p).sum(-1))
-    entropy = float(torch.cat(entropies).mean())
-    bigram = BigramDraft(documents, target, args.block_size)
-    length = decode(target, bigram, prompts, args, 1.0)["accepted_length"]
+    for text in texts:
+        right = [followers[a].most_common(1)[:1] == [(b, followers[a][b])]
+                 for a, b in itertools.pairwise(text)]
+        while right:
+            found.append(1 + [*right[:gamma], False].index(False))
+            right = right[found[-1] :]
+    entropy, length = float(torch.cat(entropies).mean()), sum(found) / len(found)
     print(f"SYNTHETIC data: entropy {entropy:.2f} nats per token; a plain bigram drafter reaches "
-          f"accepted length {length:.2f} at temperature 1")
+          f"accepted length {length:.2f} at temperature 0")
     return dict(entropy_per_token=entropy, bigram_accepted_length=length)
 
 # ------------------------------------------------------------------------------- the command line
@@ -732,14 +725,13 @@ def parser():
     add = p.add_argument_group("data").add_argument
     add("--tiny", action="store_true", help="no download: synthetic dialogues and target")
     add("--verifier-name-or-path", default="Qwen/Qwen3-0.6B", help="the target: hub id or folder")
-    add("--data", default="sharegpt", help="sharegpt, FILE.json, FILE.jsonl or a hub data set")
+    add("--data", default="sharegpt", help="sharegpt, a hub data set, or a .json or .jsonl file or "
+        "a folder of them")
     add("--eval-data", help="file with held-out prompts; else rows of --data are held out")
     add("--max-samples", type=int, default=5000, help="conversations used at most")
     add("--responses", choices=["target", "dataset"], default="target", help="whose answers to use")
     add("--answer-max-new-tokens", type=int, default=1024, help="budget of an answer by the target")
     add("--answer-temperature", type=float, help="default: the target's generation_config, else 1")
-    add("--answer-batch", type=int, default=32, help="answers written at a time")
-    add("--answer-file", help="where answers are kept; default SAVE_PATH/answers.jsonl")
     add("--enable-thinking", **switch, default=False, help="thinking mode of the chat template")
     add = p.add_argument_group("draft").add_argument
     add("--block-size", type=int, default=8, help="slots of a block")
@@ -771,15 +763,13 @@ def parser():
     add("--batch-size", type=int, default=1, help="rows per step, one after another")
     add("--seed", type=int, default=0, help="seed of every random draw")
     add("--dtype", choices=["auto", "float32", "bfloat16"], default="auto", help="bfloat16 on CUDA")
-    add("--feature-cache-gb", type=float, default=4.0, help="target states kept between epochs")
     add = p.add_argument_group("results").add_argument
     add("--save-path", default="output", help="folder for draft, logs and checkpoints")
     add("--compare", nargs="*", choices=HEADS, help="several heads, equal budgets; no names: all, "
         "that is dflash vanilla gated rnn")
-    add("--checkpoint-every", type=int, default=0, help="steps between checkpoints; 0: none")
+    add("--checkpoint-every", type=int, default=500, help="steps between checkpoints, each with a "
+        "decoding of 8 held-out prompts; 0: none")
     add("--resume", action="store_true", help="go on from SAVE_PATH/checkpoints/last")
-    add("--log-every", type=int, default=10, help="steps between lines of metrics.jsonl")
-    add("--eval-every", type=int, default=0, help="steps between decodings of 8 held-out prompts")
     add("--eval-samples", type=int, default=32, help="held-out prompts")
     add("--eval-max-new-tokens", type=int, default=128, help="budget of a held-out answer")
     add("--eval-concurrency", type=int, default=1, help="held-out requests at a time")
@@ -826,18 +816,43 @@ def print_table(results):
         print(f"{name:16}{x['0']['accepted_length']:7.2f}{x['1']['accepted_length']:7.2f}"
               f"{x['1']['speedup']:9.2f}   {shares}")
 
+@torch.no_grad()
+def forecast(target, draft, talks, args):
+    """One line before the long part, to the right order of magnitude. Guessed: four letters a
+    token, answers of full length, a draft token as dear as its share of weights. Timed: the target
+    reading 512 tokens, and 32, which is what writing 32 answers at once takes."""
+    def seconds(tokens):
+        ids = torch.zeros(1, tokens, dtype=torch.long, device=target.device)
+        start = time.perf_counter()
+        target.base_model(ids)[0].sum().item()
+        return (time.perf_counter() - start) / tokens
+
+    seconds(512)  # warms up
+    answers = sum(turn["role"] == "assistant" for talk in talks for turn in talk)
+    written = answers * args.answer_max_new_tokens * (args.responses == "target")
+    read = sum(len(turn["content"]) for talk in talks for turn in talk) / 4 + written
+    rows = args.max_steps * args.batch_size or args.epochs * math.ceil(read / args.total_seq_len)
+    sizes = [sum(x.numel() for x in model.parameters()) for model in (target, draft)]
+    slots, head = args.max_anchors * args.block_size, draft.lm_head.numel()
+    row = args.total_seq_len + 3 * slots * (sizes[1] + 2 * head) / sizes[0]
+    held = (args.chunk_blocks or args.max_anchors) * args.block_size * len(draft.lm_head) * 4
+    memory = sizes[0] * target.lm_head.weight.element_size() + 16 * sizes[1] + 6 * held
+    print(f"ahead: {answers} answers to {'write' if written else 'read'}, up to "
+          f"{written * seconds(32) / 60:.0f} min; then {rows} rows, up to "
+          f"{rows * row * seconds(512) / 60:.0f} min; at least {memory / 1e9:.1f} GB of memory")
+
 def prepare(args, target, tokenizer):
-    """-> documents to train on, held-out prompts, draft vocabulary"""
-    rows = dialogues(args.max_samples, seed=1) if args.tiny else read_rows(args.data)
-    rows, prompts, texts = held_out(rows, tokenizer, args)
-    pathlib.Path(args.save_path, "prompts.json").write_text(json.dumps(texts, indent=1))
-    documents = documents_of(rows, target, tokenizer, args)
-    packed = pack_rows(documents, args.total_seq_len)
-    free = [sum(len(x["ids"]) - x["start"] - 1 for x in row) for row in packed]
-    used = sum(min(args.max_anchors, n) for n in free)
-    print(f"{len(packed)} rows, {used} of {sum(free)} possible anchors used per epoch "
-          f"({used / sum(free):.0%}), {args.block_size} slots each")
-    return documents, prompts, draft_vocabulary(documents, args.draft_vocab_size, target)
+    """-> documents to train on, held-out prompts"""
+    skipped = collections.Counter()
+    rows = dialogues(args.max_samples, seed=1) if args.tiny else read_rows(args.data, skipped)
+    talks, held = held_out(conversations(rows, skipped), args, skipped)
+    prompts, texts = questions_of(held, tokenizer, args, skipped)
+    require(talks and prompts, f"--data {args.data}: got {len(talks)} conversations to train on and"
+            f" {len(prompts)} held-out prompts; both are needed. Skipped: {dict(skipped)}")
+    if rank() == 0:
+        pathlib.Path(args.save_path, "prompts.json").write_text(json.dumps(texts, indent=1))
+        forecast(target, fresh_draft(args, target, tokenizer), talks, args)
+    return documents_of(talks, target, tokenizer, args, skipped), prompts
 
 def run(args):
     started, out = time.time(), pathlib.Path(args.save_path)
@@ -846,19 +861,24 @@ def run(args):
     out.mkdir(parents=True, exist_ok=True)
     if args.tiny and not pathlib.Path(args.verifier_name_or_path).is_dir():
         args.verifier_name_or_path = str(out / "target")
-        make_tiny_target(args, args.verifier_name_or_path)
+        if rank() == 0:
+            make_tiny_target(args, args.verifier_name_or_path)
+    gather(None)
     target, tokenizer = load_target(args)
-    # Before the answers are written: a wrong flag ends the run here.
-    layer_ids = fresh_draft(args, target, tokenizer).config.target_layer_ids
-    documents, prompts, draft_ids = prepare(args, target, tokenizer)
-    facts = tiny_facts(target, documents, prompts, args) if args.tiny else {}
-    states = TargetStates(target, layer_ids, args.feature_cache_gb)
+    documents, prompts = prepare(args, target, tokenizer)
+    draft_ids = draft_vocabulary(documents, args.draft_vocab_size, target)
+    flags = {name: variant(args, name) if name else args for name in args.compare or [""]}
+    drafts = {name: fresh_draft(one, target, tokenizer, draft_ids) for name, one in flags.items()}
+    for name, draft in drafts.items():
+        train(draft, target, documents, prompts, flags[name])
+    if rank() > 0:
+        return
+    plain = {t: decode(target, None, prompts, args, t) for t in (0.0, 1.0)}
+    texts = [one.tokens for one in plain[0.0][0]]
+    facts = tiny_facts(target, documents, texts, args.block_size) if args.tiny else {}
     results = {}
-    for name in args.compare or [""]:
-        one = variant(args, name) if name else args
-        draft = fresh_draft(one, target, tokenizer, draft_ids)
-        train(draft, states, documents, prompts, one)
-        results[name] = evaluate(target, draft, prompts, one)
+    for name, draft in drafts.items():
+        results[name] = evaluate(target, draft, prompts, plain, args)
     if args.compare:
         print_table(results)
         name = "vanilla" if "vanilla" in results else name
@@ -872,6 +892,14 @@ def run(args):
     print(f"saved in {out} after {time.time() - started:.0f} s; next: "
           f"python serve_demo.py --draft {out}")
 
+def join(local_rank):
+    """One of several processes, each with a device of its own; the first one writes and prints."""
+    if torch.cuda.is_available():
+        torch.cuda.set_device(local_rank)
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    if rank() > 0:
+        sys.stdout = open(os.devnull, "w")
+
 def main():
     p = parser()
     if "--tiny" in sys.argv:
@@ -881,6 +909,8 @@ def main():
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     try:
+        if "LOCAL_RANK" in os.environ:  # started by torchrun
+            join(int(os.environ["LOCAL_RANK"]))
         run(args)
     except ValueError as error:
         stop(error)
