@@ -34,7 +34,8 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 import dspark
-from dspark import DSparkDraft, generate, require, stopwatch, total
+from dspark import (DSparkDraft, calibration_report, fit_sts, generate, require, stopwatch,
+                    total)
 
 # ------------------------------------------------------------------- the objective (sec. 3.3)
 
@@ -361,14 +362,16 @@ def documents_of(talks, target, tokenizer, args, skipped):
     return documents
 
 def held_out(talks, args, skipped):
-    """-> conversations to train on, held-out ones; shuffled, and none is on both sides"""
+    """-> conversations to train on, to calibrate with, to measure on; shuffled, none in two"""
     order = torch.randperm(len(talks), generator=seeded(args.seed, "split"))[: args.max_samples]
     talks = [talks[i] for i in order]
+    few = min(args.eval_samples, max(1, len(talks) // 10))
     if args.eval_data:
-        held = conversations(read_rows(args.eval_data, skipped), skipped)
-        return talks, held[: args.eval_samples]
-    count = min(args.eval_samples, max(1, len(talks) // 10))
-    return talks[count:], talks[:count]
+        held = conversations(read_rows(args.eval_data, skipped), skipped)[: args.eval_samples]
+    else:
+        held, talks = talks[:few], talks[few:]
+    few = min(args.calibration_samples, len(talks) // 10)
+    return talks[few:], talks[:few], held
 
 def questions_of(held, tokenizer, args, skipped):
     """First questions of held-out conversations -> prompts as ids, their texts"""
@@ -516,7 +519,7 @@ def train(draft, target, documents, prompts, args):
                 bar.set_postfix(loss=f"{metrics['loss']:.3f}", tau=f"{metrics['tau']:.2f}")
             if args.checkpoint_every and step % args.checkpoint_every == 0 and rank() == 0:
                 save(last, draft, optimizer, step, run)
-                texts, _ = decode(target, draft, prompts[:8], args, 0.0)
+                texts, *_ = decode(target, draft, prompts[:8], args, 0.0)
                 tqdm.write(f"step {step}: accepted length {total(texts).accepted_length:.2f}, held "
                            "out")
     if skipped:
@@ -599,20 +602,54 @@ def init_from_target(draft, target):
 # ------------------------------------------------ evaluation: held-out prompts, decoded for real
 
 def decode(target, draft, prompts, args, temperature, draft_sampling="sample"):
-    """-> Generations, seconds by phase"""
+    """-> Generations, seconds by phase, and (confidence logits, accepted) of each round that neither
+    a stop token nor the budget cut short"""
+    rounds = []
+
+    def keep(now):
+        every = zip(now.requests, now.confidence_logits or (), now.accepted)
+        rounds.extend((logits, count) for one, logits, count in every if not one.done)
+
     with stopwatch(target) as seconds:
         texts = generate(
             target, draft, prompts, args.eval_max_new_tokens, temperature,
             stop_token_ids=target.generation_config.eos_token_id,
             max_concurrency=args.eval_concurrency, draft_sampling=draft_sampling,
-            generator=seeded(args.seed, temperature))
-    return texts, seconds
+            generator=seeded(args.seed, temperature), on_round=keep)
+    return texts, seconds, rounds
+
+def columns(rounds):
+    """-> confidence logits [N, gamma], accepted [N]"""
+    logits, accepted = zip(*rounds)
+    return torch.tensor(logits, dtype=torch.float64), torch.tensor(accepted)
+
+def calibrate(target, draft, prompts, args):
+    """STS by temperature, since acceptance at 0 is another than at 1. Every second prompt decides
+    what is kept of what the others taught."""
+    found, many = {}, argparse.Namespace(**{**vars(args), "eval_concurrency": 16})
+    for temperature in (0.0, 1.0):
+        fit, check = (columns(decode(target, draft, part, many, temperature)[2])
+                      for part in (prompts[::2], prompts[1::2]))
+        found[f"{temperature:g}"] = fit_sts(*fit, check=check).tolist()
+    draft.config.dspark_extra["sts_temperatures"] = found
+
+def calibration_results(draft, rounds, temperature):
+    """ECE and AUC of the survival predictions by position, before and after, for JSON"""
+    known = draft.config.dspark_extra.get("sts_temperatures")
+    if not known or not rounds:
+        return {}
+    ours = torch.tensor(known[f"{temperature:g}"], dtype=torch.float64)
+    before, after = (calibration_report(*columns(rounds), t) for t in (torch.ones_like(ours), ours))
+    print("  calibration error by position", " ".join(f"{x:.3f}" for x in before["ece"]), "-> ",
+          " ".join(f"{x:.3f}" for x in after["ece"]))
+    return dict(sts_temperatures=ours.tolist(), ece_before=before["ece"], ece_after=after["ece"],
+                auc_before=before["auc"], auc_after=after["auc"])
 
 def against_plain(plain, fast, draft_sampling):
     """The same prompts decoded plainly and with a draft, by the same loop -> results, for JSON"""
-    (slow_texts, slow), (texts, seconds) = plain, fast
+    (slow_texts, slow, _), (texts, seconds, _) = plain, fast
     counts, before = total(texts), total(slow_texts)
-    rates = [sum(len(x.tokens) for x in one) / clock["all"] for one, clock in (plain, fast)]
+    rates = [sum(len(x.tokens) for x in one) / clock["all"] for one, clock, _ in (plain, fast)]
     per_round = 1e3 / max(1, counts.rounds)
     return dict(
         accepted_length=counts.accepted_length, rounds=counts.rounds, draft_sampling=draft_sampling,
@@ -631,14 +668,15 @@ def evaluate(target, draft, prompts, plain, args):
     for temperature, slow in plain.items():
         # Without a chain, drafts sampled independently clash: argmax proposals may do better there.
         ways = ("sample", "argmax") if temperature and not draft.config.markov_rank else ("sample",)
-        tries = [against_plain(slow, decode(target, draft, prompts, args, temperature, way), way)
-                 for way in ways]
-        best = max(tries, key=lambda result: result["accepted_length"])
+        tries = [decode(target, draft, prompts, args, temperature, way) for way in ways]
+        pairs = [(against_plain(slow, one, way), one[2]) for one, way in zip(tries, ways)]
+        best, rounds = max(pairs, key=lambda pair: pair[0]["accepted_length"])
         results[f"{temperature:g}"] = best
         rate = best["tokens_per_second"]["speculative"]
         print(f"temperature {temperature:g}: accepted length {best['accepted_length']:.2f}, "
               f"{rate:.0f} tokens/s, {best['speedup']:.2f} times plain decoding ({len(prompts)} "
               f"held-out prompts, proposals: {best['draft_sampling']})")
+        best.update(calibration_results(draft, rounds, temperature))
     return results
 
 # ------------------------------------------------------------ --tiny: a language made on the spot
@@ -770,6 +808,8 @@ def parser():
     add("--checkpoint-every", type=int, default=500, help="steps between checkpoints, each with a "
         "decoding of 8 held-out prompts; 0: none")
     add("--resume", action="store_true", help="go on from SAVE_PATH/checkpoints/last")
+    add("--calibration-samples", type=int, default=64, help="held-out prompts that the confidence "
+        "head is calibrated with")
     add("--eval-samples", type=int, default=32, help="held-out prompts")
     add("--eval-max-new-tokens", type=int, default=128, help="budget of a held-out answer")
     add("--eval-concurrency", type=int, default=1, help="held-out requests at a time")
@@ -842,17 +882,18 @@ def forecast(target, draft, talks, args):
           f"{rows * row * seconds(512) / 60:.0f} min; at least {memory / 1e9:.1f} GB of memory")
 
 def prepare(args, target, tokenizer):
-    """-> documents to train on, held-out prompts"""
+    """-> documents to train on, prompts to calibrate with, held-out prompts"""
     skipped = collections.Counter()
     rows = dialogues(args.max_samples, seed=1) if args.tiny else read_rows(args.data, skipped)
-    talks, held = held_out(conversations(rows, skipped), args, skipped)
+    talks, tuning, held = held_out(conversations(rows, skipped), args, skipped)
     prompts, texts = questions_of(held, tokenizer, args, skipped)
+    tuning, _ = questions_of(tuning, tokenizer, args, skipped)
     require(talks and prompts, f"--data {args.data}: got {len(talks)} conversations to train on and"
             f" {len(prompts)} held-out prompts; both are needed. Skipped: {dict(skipped)}")
     if rank() == 0:
         pathlib.Path(args.save_path, "prompts.json").write_text(json.dumps(texts, indent=1))
         forecast(target, fresh_draft(args, target, tokenizer), talks, args)
-    return documents_of(talks, target, tokenizer, args, skipped), prompts
+    return documents_of(talks, target, tokenizer, args, skipped), tuning, prompts
 
 def run(args):
     started, out = time.time(), pathlib.Path(args.save_path)
@@ -865,7 +906,7 @@ def run(args):
             make_tiny_target(args, args.verifier_name_or_path)
     gather(None)
     target, tokenizer = load_target(args)
-    documents, prompts = prepare(args, target, tokenizer)
+    documents, tuning, prompts = prepare(args, target, tokenizer)
     draft_ids = draft_vocabulary(documents, args.draft_vocab_size, target)
     flags = {name: variant(args, name) if name else args for name in args.compare or [""]}
     drafts = {name: fresh_draft(one, target, tokenizer, draft_ids) for name, one in flags.items()}
@@ -878,14 +919,18 @@ def run(args):
     facts = tiny_facts(target, documents, texts, args.block_size) if args.tiny else {}
     results = {}
     for name, draft in drafts.items():
+        if draft.confidence_head is not None and len(tuning) > 1:
+            calibrate(target, draft, tuning, args)
+            draft.save_pretrained(flags[name].save_path)
         results[name] = evaluate(target, draft, prompts, plain, args)
     if args.compare:
         print_table(results)
         name = "vanilla" if "vanilla" in results else name
         for file in ("config.json", "model.safetensors"):
             shutil.copy(out / name / file, out)
+    top = {key: {t: x[key] for t, x in results[name].items()} for key in results[name]["0"]}
     record = dict(
-        accepted_length={t: x["accepted_length"] for t, x in results[name].items()}, **facts,
+        top, **facts,
         results=results, seconds=time.time() - started, arguments=vars(args),
         versions=dict(torch=torch.__version__, transformers=transformers.__version__))
     (out / "results.json").write_text(json.dumps(record, indent=1))
