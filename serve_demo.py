@@ -177,9 +177,10 @@ def printer(tokenizer, texts):
         print(f"\n> {texts[one.index]}\n{text}", flush=True)
     return show
 
-def decode(args, target, draft, prompts, stops, show=lambda one: None, **changes):
-    """One timed pass -> Generations, numbers, Rounds. show: texts appear when they are done; that
-    time is taken out. changes: arguments of `generate` other than the flags say."""
+def decode(args, target, draft, prompts, stops, tables=(), show=lambda one: None, **changes):
+    """One timed pass -> Generations, numbers, Rounds. tables: of the costs; show: texts appear when
+    they are done, and that time is taken out; changes: what `generate` gets instead of the flags'.
+    """
     pause, rounds = 0.0, []
     def on_done(one):
         nonlocal pause
@@ -191,6 +192,8 @@ def decode(args, target, draft, prompts, stops, show=lambda one: None, **changes
         top_p=args.top_p, stop_token_ids=stops, schedule=args.schedule,
         max_concurrency=args.max_concurrency, markov_top_k=args.markov_top_k,
         draft_sampling=args.draft_sampling, generator=torch.Generator().manual_seed(args.seed))
+    if tables:
+        options.update(steps_per_second=tables[0], draft_seconds=tables[1].seconds)
     with stopwatch(target) as seconds:
         results = generate(target, draft, prompts, on_round=rounds.append, on_done=on_done,
                            **{**options, **changes})
@@ -235,10 +238,12 @@ def compare(args, target, fast, plain):
 
 def serve(args, target, draft, prompts, stops, tokenizer, texts):
     """Speculative and plain decoding of the prompts, shown and compared -> report for --json"""
+    tables = cost_tables(args, target, draft, args.max_concurrency)
     for model in (draft, None):  # warm-up: the first forwards allocate memory and choose kernels
-        decode(args, target, model, prompts[:1], stops, max_new_tokens=min(8, args.max_new_tokens))
+        decode(args, target, model, prompts[:1], stops, tables,
+               max_new_tokens=min(8, args.max_new_tokens))
     show = printer(tokenizer, texts)
-    results, fast, rounds = decode(args, target, draft, prompts, stops, show)
+    results, fast, rounds = decode(args, target, draft, prompts, stops, tables, show)
     others, plain, _ = decode(args, target, None, prompts, stops)
     whole = counters(total(results))
     print_table([*zip(texts, map(counters, results)), ("all", whole)])
@@ -282,63 +287,61 @@ def candidates(args, tokenizer, draft, round):
         yield [[[(label(tokenizer, token), share) for token, share in zip(*slot)]
                 for slot in zip(*row)] for row in shown]
 
-def stories(args, tokenizer, draft, results, rounds):
-    """The rounds of each request as the page draws them; `end`: tokens of text after a round."""
-    told, name = [[] for _ in results], functools.partial(label, tokenizer)
-    for round in rounds:
-        blank = [[None] * len(row) for row in round.drafts]
-        best = [blank] * 2 if round.hidden is None else candidates(args, tokenizer, draft, round)
-        columns = zip(round.drafts, round.confidence or blank, *best)
-        for one, anchor, kept, accepted, new, row in zip(
-                round.requests, round.anchors, round.lengths, round.accepted, round.next_tokens,
-                columns):
-            story = told[one.index]
-            end = (story[-1]["end"] if story else 1) + accepted + 1
-            slots = [dict(token=name(token), confidence=trust, base=base, markov=markov)
-                     for token, trust, base, markov in zip(*row)]
-            story.append(dict(anchor=name(anchor), slots=slots, kept=kept, accepted=accepted,
-                              next=name(new), end=min(end, len(one.tokens))))
-    return told
+def page_round(args, tokenizer, draft, round):
+    """A Round as the page reads it: texts for token ids, indices for requests, and candidates."""
+    name, base, markov = functools.partial(label, tokenizer), None, None
+    if round.hidden is not None:
+        base, markov = candidates(args, tokenizer, draft, round)
+    return dict(round._asdict(), requests=[one.index for one in round.requests], base=base,
+                anchors=[*map(name, round.anchors)], next_tokens=[*map(name, round.next_tokens)],
+                drafts=[[*map(name, row)] for row in round.drafts], markov=markov, hidden=None)
 
 def write_page(args, tokenizer, draft, texts, results, rounds):
-    told = stories(args, tokenizer, draft, results, rounds)
-    requests = [dict(prompt=text, pieces=pieces(tokenizer, one.tokens), origins=one.origins,
-                     rounds=story) for text, one, story in zip(texts, results, told)]
-    about = (f"draft {args.draft.name}, {draft.config.gamma} tokens per block, temperature "
-             f"{args.temperature:g}, schedule {args.schedule}")
-    data = json.dumps(dict(about=about, requests=requests)).replace("<", "\\u003c")  # no </script>
+    """The template with the trace as JSON in its one place."""
+    data = dict(
+        about=f"draft {args.draft.name}, {draft.config.gamma} tokens per block, temperature "
+              f"{args.temperature:g}, schedule {args.schedule}",
+        requests=[dict(prompt=text, pieces=pieces(tokenizer, one.tokens), origins=one.origins)
+                  for text, one in zip(texts, results)],
+        rounds=[page_round(args, tokenizer, draft, round) for round in rounds])
     page = (Path(__file__).parent / "assets" / "trace.html").read_text()
-    args.html.write_text(page.replace("__TRACE__", data))
+    text = json.dumps(data).replace("<", "\\u003c")  # a model can write </script>
+    args.html.write_text(page.replace("__TRACE__", text))
 
 # -------------------------------------------------------------------- --bench: schedules compared
 def cost_tables(args, target, draft, requests):
-    """-> StepCosts of target forwards and of drafting: measured here, or given back by --costs"""
+    """-> StepCosts of target forwards and of drafting, measured here or given back by --costs; none
+    where no schedule needs them"""
+    if not args.bench and args.schedule != "prefix":
+        return ()
     if args.costs:
         with explained(f"no costs in {args.costs}: expected --json of --bench --concurrency "
                        f"{requests}"):
             saved = json.loads(args.costs.read_text())["costs"][str(requests)]
-            return [StepCosts(one["sizes"], one["measured"]) for one in saved]
-    costs = profile_steps_per_second(target, requests, draft.config.gamma)
+            costs, drafting = (StepCosts(one["sizes"], one["measured"]) for one in saved)
+    else:
+        costs = profile_steps_per_second(target, requests, draft.config.gamma)
+        drafting = profile_draft_seconds(target, draft, requests, temperature=args.temperature,
+                                         markov_top_k=args.markov_top_k)
     print(f"\ntokens of a target forward, {requests} requests\n{costs}")
-    return [costs, profile_draft_seconds(target, draft, requests, temperature=args.temperature,
-                                         markov_top_k=args.markov_top_k)]
+    return costs, drafting
 
-def schedules(draft, costs, drafting, requests):
+def schedules(gamma, requests, costs, drafting):
     """What is compared: name -> schedule"""
     def rounds_per_second(size):
         return 1 / (drafting.seconds(requests) + costs.seconds(size))
-    fixed = {f"first {k}": k for k in range(1, 1 + draft.config.gamma)}
+    fixed = {f"first {k}": k for k in range(1, 1 + gamma)}
     return {"plain": 0, **fixed, "threshold 0.5": 0.5, "prefix": "prefix",
             "stale budget": StaleBudget(rounds_per_second)}
 
-def measure(work, schedule, requests, costs, drafting):
+def measure(work, schedule, requests, tables):
     """One timed pass -> a row of the table, Rounds"""
-    results, row, rounds = decode(*work, schedule=schedule, max_concurrency=requests,
-                                  steps_per_second=costs, draft_seconds=drafting.seconds)
+    results, row, rounds = decode(*work, tables, schedule=schedule, max_concurrency=requests)
     seen = [torch.tensor(round.confidence) for round in rounds if round.confidence]
     began, whole = time.perf_counter(), total(results)
     for confidence in seen:
-        choose_lengths(schedule, confidence, whole.gamma, len(confidence), costs, drafting.seconds)
+        choose_lengths(schedule, confidence, whole.gamma, len(confidence), tables[0],
+                       tables[1].seconds)
     schedule_ms = 1000 * (time.perf_counter() - began) / len(rounds)
     speed, draft_ms = row["tokens_per_second"], row["draft_ms"] - schedule_ms
     return dict(
@@ -356,19 +359,19 @@ def full_blocks(rounds):
                 round.requests, round.confidence, round.confidence_logits, round.accepted)
             if round is not last[one.index]]
 
-def compare_schedules(work, requests, tables):
+def compare_schedules(work, gamma, requests, tables):
     """Interleaved passes, the first a warm-up -> {schedule: medians}, full blocks"""
-    args, draft, rows, rounds = work[0], work[2], collections.defaultdict(list), {}
-    for _ in range(1 + args.repeats):
-        named = schedules(draft, *tables, requests).items()  # anew: a StaleBudget remembers
+    rows, rounds = collections.defaultdict(list), {}
+    for _ in range(1 + work[0].repeats):
+        named = schedules(gamma, requests, *tables).items()  # anew: a StaleBudget remembers
         for name, one in tqdm(named, f"{requests} at a time", leave=False, disable=None):
-            row, rounds[name] = measure(work, one, requests, *tables)
+            row, rounds[name] = measure(work, one, requests, tables)
             rows[name].append(row)
     medians = {name: {key: statistics.median(row[key] for row in seen[1:]) for key in seen[0]}
                for name, seen in rows.items()}
     for row in medians.values():
         row["times_plain"] = row["tokens_per_second"] / medians["plain"]["tokens_per_second"]
-    return medians, full_blocks(rounds[f"first {draft.config.gamma}"])
+    return medians, full_blocks(rounds[f"first {gamma}"])
 
 def bench(args, target, draft, prompts, stops):
     """Every schedule at every concurrency, on the same prompts -> report for --json"""
@@ -377,7 +380,7 @@ def bench(args, target, draft, prompts, stops):
         tables = cost_tables(args, target, draft, requests)
         batch = [*itertools.islice(itertools.cycle(prompts), max(requests, 4))]
         rows, report["blocks"] = compare_schedules(
-            (args, target, draft, batch, stops), requests, tables)
+            (args, target, draft, batch, stops), draft.config.gamma, requests, tables)
         print_table([(f"{requests} at a time: {name}", row) for name, row in rows.items()])
         report["rows"] += [dict(requests=requests, schedule=name, **rows[name]) for name in rows]
         report["costs"][requests] = [dict(sizes=one.sizes, measured=one.measured, fitted=one.fitted)
