@@ -11,9 +11,13 @@ against plain decoding of the same prompts by the same loop in the same run:
     forwards         rounds of the whole batch: verify_ms of the target and draft_ms of the rest
 """
 import argparse
+import collections
 import contextlib
+import functools
+import itertools
 import json
 import os
+import statistics
 import sys
 import time
 from pathlib import Path
@@ -21,9 +25,11 @@ from pathlib import Path
 import huggingface_hub
 import torch
 import transformers
+from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dspark import DSparkDraft, generate, probabilities, stopwatch, total
+from dspark import (DSparkDraft, StaleBudget, StepCosts, choose_lengths, generate, probabilities,
+                    profile_draft_seconds, profile_steps_per_second, stopwatch, total)
 
 QUESTIONS = ["Why is the sky blue?", "How far is 2 hours at 72 km/h?", "Write FizzBuzz in Python."]
 COLOURS = {"draft": "\x1b[32m{}\x1b[0m", "correction": "\x1b[33m{}\x1b[0m",
@@ -34,7 +40,7 @@ def refuse(message):
     raise ValueError(message)  # one line and exit code 2, see the end of the file
 
 def schedule(text):  # 1 verifies one draft, 1.0 those of confidence 1
-    return text if text == "full" else float(text) if "." in text else int(text)
+    return text if text in ("full", "prefix") else float(text) if "." in text else int(text)
 
 def parse_arguments(argv):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], epilog="(...): default")
@@ -53,22 +59,28 @@ def parse_arguments(argv):
     add("--top-p", type=float, default=1.0, help="keep the likeliest this much (%(default)s)")
     add("--top-k", type=int, default=0, help="sample from the k likeliest tokens (0: all)")
     add("--schedule", type=schedule, default="full", help="verify all drafts (full), 3 (0: do not "
-        "draft), or those before the first with a confidence below 0.5 (%(default)s)")
+        "draft), those before the first with a confidence below 0.5, or what pays, by Algorithm 1 "
+        "(prefix) (%(default)s)")
     add("--max-concurrency", type=int, default=1, help="prompts decoded at a time (%(default)s)")
     add("--markov-top-k", type=int, default=0, help="draft from the k best base logits (0: all)")
     add("--draft-sampling", choices=("sample", "argmax"), default="sample", help="argmax drafts "
         "greedily at any temperature, better without a Markov head (%(default)s)")
     add("--seed", type=int, default=0, help="makes temperature > 0 repeatable (%(default)s)")
-    add("--json", type=Path, help="file to write tokens, counters and times to (none)")
+    add("--json", type=Path, help="file to write all numbers and tokens to (none)")
     add("--html", type=Path, help="page to write that shows the decoding round by round (none)")
-    add("--plot", type=Path, metavar="FOLDER", help="only draw what train.py --compare and --bench "
-        "--json FOLDER/bench.json wrote into FOLDER (none)")
+    add = parser.add_argument_group("measuring").add_argument
+    add("--bench", action="store_true", help="compare plain decoding and all schedules, then end")
+    add("--concurrency", type=int, nargs="+", default=[1, 4, 16], metavar="R",
+        help="prompts decoded at a time by --bench (%(default)s)")
+    add("--repeats", type=int, default=3, help="--bench takes medians of so many (%(default)s)")
+    add("--costs", type=Path, help="--json of a --bench whose cost curves to use (measure them)")
+    add("--plot", type=Path, metavar="FOLDER", help="draw what train.py --compare and --bench "
+        "--json FOLDER/bench.json wrote into FOLDER, then end")
     args = parser.parse_args(argv)
-    if args.prompt and args.prompts or min(args.max_new_tokens, args.max_concurrency) < 1:
-        refuse("--max-new-tokens and --max-concurrency start at 1; --prompt excludes --prompts")
-    if args.plot and not args.plot.is_dir():
-        refuse(f"--plot {args.plot}: name a folder with results.json or bench.json")
-    for path in filter(None, (args.json, args.html)):
+    if args.prompt and args.prompts or min(
+            args.max_new_tokens, args.max_concurrency, args.repeats, *args.concurrency) < 1:
+        refuse("tokens, repeats and prompts at a time start at 1; --prompt excludes --prompts")
+    for path in filter(None, (args.json, args.html, args.plot and args.plot / "acceptance.png")):
         if path.is_dir() or not path.absolute().parent.is_dir():
             refuse(f"cannot write {path}: name a file in a folder that exists")
     return args
@@ -116,7 +128,7 @@ def read_prompts(args):
         rows = json.loads(text) if path.suffix == ".json" else filter(str.strip, text.split("\n"))
         rows = map(json.loads, rows) if path.suffix == ".jsonl" else rows
         rows = [row if type(row) is str else row.get("prompt") or row["turns"][0] for row in rows]
-        return rows[: None if args.prompts else 4] or refuse("it is empty")
+        return rows[: None if args.prompts or args.bench else 4] or refuse("it is empty")
 
 def encode(args, tokenizer, config, texts):
     """Token ids of the prompts, by the chat template, in the draft's thinking mode."""
@@ -165,9 +177,10 @@ def printer(tokenizer, texts):
         print(f"\n> {texts[one.index]}\n{text}", flush=True)
     return show
 
-def decode(args, target, draft, prompts, stops, show=lambda one: None, **changes):
-    """One timed pass -> Generations, numbers, Rounds. show: texts appear when they are done; that
-    time is taken out. changes: arguments of `generate` other than the flags say."""
+def decode(args, target, draft, prompts, stops, tables=(), show=lambda one: None, **changes):
+    """One timed pass -> Generations, numbers, Rounds. tables: of the costs; show: texts appear when
+    they are done, and that time is taken out; changes: what `generate` gets instead of the flags'.
+    """
     pause, rounds = 0.0, []
     def on_done(one):
         nonlocal pause
@@ -179,6 +192,8 @@ def decode(args, target, draft, prompts, stops, show=lambda one: None, **changes
         top_p=args.top_p, stop_token_ids=stops, schedule=args.schedule,
         max_concurrency=args.max_concurrency, markov_top_k=args.markov_top_k,
         draft_sampling=args.draft_sampling, generator=torch.Generator().manual_seed(args.seed))
+    if tables:
+        options.update(steps_per_second=tables[0], draft_seconds=tables[1].seconds)
     with stopwatch(target) as seconds:
         results = generate(target, draft, prompts, on_round=rounds.append, on_done=on_done,
                            **{**options, **changes})
@@ -221,6 +236,29 @@ def compare(args, target, fast, plain):
               "digit on, and decides near ties. A gap beyond rounding would be a fault.")
     return parted
 
+def serve(args, target, draft, prompts, stops, tokenizer, texts):
+    """Speculative and plain decoding of the prompts, shown and compared -> report for --json"""
+    tables = cost_tables(args, target, draft, args.max_concurrency)
+    for model in (draft, None):  # warm-up: the first forwards allocate memory and choose kernels
+        decode(args, target, model, prompts[:1], stops, tables,
+               max_new_tokens=min(8, args.max_new_tokens))
+    show = printer(tokenizer, texts)
+    results, fast, rounds = decode(args, target, draft, prompts, stops, tables, show)
+    others, plain, _ = decode(args, target, None, prompts, stops)
+    whole = counters(total(results))
+    print_table([*zip(texts, map(counters, results)), ("all", whole)])
+    shares = whole.get("acceptance_by_position", [])
+    print("acceptance by position:", *(f"{share:.2f}" for share in shares))
+    print_table([("speculative", fast), ("plain", plain)])
+    print(f"speed-up {fast['tokens_per_second'] / plain['tokens_per_second']:.2f}")
+    parted = compare(args, target, results, others)
+    if args.html:
+        write_page(args, tokenizer, draft, texts, results, rounds)
+    requests = [dict(prompt=text, **counters(one), tokens=one.tokens, origins=one.origins,
+                     pieces=pieces(tokenizer, one.tokens), plain_tokens=other.tokens)
+                for text, one, other in zip(texts, results, others)]
+    return dict(requests=requests, total=whole, speculative=fast, plain=plain, divergences=parted)
+
 # ----------------------------------------------------------------------- --html: round by round
 def label(tokenizer, token):
     """A token by itself, also where it is special or part of a character."""
@@ -237,8 +275,8 @@ def candidates(args, tokenizer, draft, round):
     first, drafts = draft.config.first_slot, torch.tensor(round.drafts, device=round.hidden.device)
     anchors = drafts.new_tensor(round.anchors)[:, None]
     prev = torch.cat([anchors.expand(-1, 1 + first), drafts[:, :-1]], 1)  # [R, first + g]
-    hidden, top = round.hidden[:, : prev.shape[1]], args.markov_top_k or len(draft.draft_ids)
-    base, ids = draft.base_logits(hidden)[:, first:].topk(min(top, len(draft.draft_ids)))
+    hidden, size = round.hidden[:, : prev.shape[1]], len(draft.draft_ids)
+    base, ids = draft.base_logits(hidden)[:, first:].topk(args.markov_top_k or size)
     markov = draft.heads(hidden, prev)[0][:, first:].gather(-1, ids)  # [R, g, C]
     filters, ids = (args.temperature, args.top_k, args.top_p), draft.draft_ids[ids]
     own = (ids == drafts[..., None]).long().argmax(-1, keepdim=True)  # where the drafted token is
@@ -249,103 +287,173 @@ def candidates(args, tokenizer, draft, round):
         yield [[[(label(tokenizer, token), share) for token, share in zip(*slot)]
                 for slot in zip(*row)] for row in shown]
 
-def stories(args, tokenizer, draft, results, rounds):
-    """The rounds of each request as the page draws them; `end`: tokens of text after a round."""
-    told = [[] for _ in results]
-    for round in rounds:
-        blank = [[None] * len(row) for row in round.drafts]
-        best = (blank, blank) if round.hidden is None else candidates(
-            args, tokenizer, draft, round)
-        columns = zip(round.drafts, round.confidence or blank, *best)
-        for i, (one, row) in enumerate(zip(round.requests, columns)):
-            slots = [dict(token=label(tokenizer, token), confidence=trust, base=base, markov=markov)
-                     for token, trust, base, markov in zip(*row)]
-            end = (told[one.index][-1]["end"] if told[one.index] else 1) + round.accepted[i] + 1
-            told[one.index].append(dict(
-                anchor=label(tokenizer, round.anchors[i]), slots=slots, kept=round.lengths[i],
-                accepted=round.accepted[i], next=label(tokenizer, round.next_tokens[i]),
-                end=min(end, len(one.tokens))))
-    return told
+def page_round(args, tokenizer, draft, round):
+    """A Round as the page reads it: texts for token ids, indices for requests, and candidates."""
+    name, base, markov = functools.partial(label, tokenizer), None, None
+    if round.hidden is not None:
+        base, markov = candidates(args, tokenizer, draft, round)
+    return dict(round._asdict(), requests=[one.index for one in round.requests], base=base,
+                anchors=[*map(name, round.anchors)], next_tokens=[*map(name, round.next_tokens)],
+                drafts=[[*map(name, row)] for row in round.drafts], markov=markov, hidden=None)
 
 def write_page(args, tokenizer, draft, texts, results, rounds):
-    requests = [dict(prompt=text, origins=one.origins, pieces=pieces(tokenizer, one.tokens),
-                     rounds=story) for text, one, story in zip(
-                         texts, results, stories(args, tokenizer, draft, results, rounds))]
-    about = (f"draft {args.draft.name}, {draft.config.gamma} tokens per block, temperature "
-             f"{args.temperature:g}, schedule {args.schedule}")
-    data = json.dumps(dict(about=about, requests=requests)).replace("<", "\\u003c")  # no </script>
+    """The template with the trace as JSON in its one place."""
+    data = dict(
+        about=f"draft {args.draft.name}, {draft.config.gamma} tokens per block, temperature "
+              f"{args.temperature:g}, schedule {args.schedule}",
+        requests=[dict(prompt=text, pieces=pieces(tokenizer, one.tokens), origins=one.origins)
+                  for text, one in zip(texts, results)],
+        rounds=[page_round(args, tokenizer, draft, round) for round in rounds])
     page = (Path(__file__).parent / "assets" / "trace.html").read_text()
-    args.html.write_text(page.replace("__TRACE__", data))
+    text = json.dumps(data).replace("<", "\\u003c")  # a model can write </script>
+    args.html.write_text(page.replace("__TRACE__", text))
+
+# -------------------------------------------------------------------- --bench: schedules compared
+def cost_tables(args, target, draft, requests):
+    """-> StepCosts of target forwards and of drafting, measured here or given back by --costs; none
+    where no schedule needs them"""
+    if not args.bench and args.schedule != "prefix":
+        return ()
+    if args.costs:
+        with explained(f"no costs in {args.costs}: expected --json of --bench --concurrency "
+                       f"{requests}"):
+            saved = json.loads(args.costs.read_text())["costs"][str(requests)]
+            costs, drafting = (StepCosts(one["sizes"], one["measured"]) for one in saved)
+    else:
+        costs = profile_steps_per_second(target, requests, draft.config.gamma)
+        drafting = profile_draft_seconds(target, draft, requests, temperature=args.temperature,
+                                         markov_top_k=args.markov_top_k)
+    print(f"\ntokens of a target forward, {requests} requests\n{costs}")
+    return costs, drafting
+
+def schedules(gamma, requests, costs, drafting):
+    """What is compared: name -> schedule"""
+    def rounds_per_second(size):
+        return 1 / (drafting.seconds(requests) + costs.seconds(size))
+    fixed = {f"first {k}": k for k in range(1, 1 + gamma)}
+    return {"plain": 0, **fixed, "threshold 0.5": 0.5, "prefix": "prefix",
+            "stale budget": StaleBudget(rounds_per_second)}
+
+def measure(work, schedule, requests, tables):
+    """One timed pass -> a row of the table, Rounds"""
+    results, row, rounds = decode(*work, tables, schedule=schedule, max_concurrency=requests)
+    seen = [torch.tensor(round.confidence) for round in rounds if round.confidence]
+    began, whole = time.perf_counter(), total(results)
+    for confidence in seen:
+        choose_lengths(schedule, confidence, whole.gamma, len(confidence), tables[0],
+                       tables[1].seconds)
+    schedule_ms = 1000 * (time.perf_counter() - began) / len(rounds)
+    speed, draft_ms = row["tokens_per_second"], row["draft_ms"] - schedule_ms
+    return dict(
+        verified_length=whole.verified / whole.rounds, accepted_length=whole.accepted_length,
+        acceptance_rate=whole.accepted / max(whole.verified, 1), tokens_per_second=speed,
+        per_request=speed / requests, draft_ms=draft_ms, verify_ms=row["verify_ms"],
+        schedule_ms=schedule_ms), rounds
+
+def full_blocks(rounds):
+    """For --plot: confidence, raw and calibrated, and accepted drafts, without the last round of a
+    request, which a stop token or the budget may have cut."""
+    last = {one.index: round for round in rounds for one in round.requests}
+    return [dict(confidence=trust, raw=torch.tensor(logits).sigmoid().tolist(), accepted=accepted)
+            for round in rounds for one, trust, logits, accepted in zip(
+                round.requests, round.confidence, round.confidence_logits, round.accepted)
+            if round is not last[one.index]]
+
+def compare_schedules(work, gamma, requests, tables):
+    """Interleaved passes, the first a warm-up -> {schedule: medians}, full blocks"""
+    rows, rounds = collections.defaultdict(list), {}
+    for _ in range(1 + work[0].repeats):
+        named = schedules(gamma, requests, *tables).items()  # anew: a StaleBudget remembers
+        for name, one in tqdm(named, f"{requests} at a time", leave=False, disable=None):
+            row, rounds[name] = measure(work, one, requests, tables)
+            rows[name].append(row)
+    medians = {name: {key: statistics.median(row[key] for row in seen[1:]) for key in seen[0]}
+               for name, seen in rows.items()}
+    for row in medians.values():
+        row["times_plain"] = row["tokens_per_second"] / medians["plain"]["tokens_per_second"]
+    return medians, full_blocks(rounds[f"first {gamma}"])
+
+def bench(args, target, draft, prompts, stops):
+    """Every schedule at every concurrency, on the same prompts -> report for --json"""
+    report, words = dict(costs={}, rows=[]), []
+    for requests in args.concurrency:
+        tables = cost_tables(args, target, draft, requests)
+        batch = [*itertools.islice(itertools.cycle(prompts), max(requests, 4))]
+        rows, report["blocks"] = compare_schedules(
+            (args, target, draft, batch, stops), draft.config.gamma, requests, tables)
+        print_table([(f"{requests} at a time: {name}", row) for name, row in rows.items()])
+        report["rows"] += [dict(requests=requests, schedule=name, **rows[name]) for name in rows]
+        report["costs"][requests] = [dict(sizes=one.sizes, measured=one.measured, fitted=one.fitted)
+                                     for one in tables]
+        best = max(rows, key=lambda name: rows[name]["times_plain"])
+        gain = f"{best} ({rows[best]['times_plain']:.2f} times plain decoding)"
+        words.append(f"at {requests} {'nothing beats plain' if best == 'plain' else gain}")
+    print(f"\nFastest by requests at a time: {', '.join(words)}.")
+    return report
 
 # --------------------------------------------------------------------------- --plot: the pictures
-def acceptance(results):
-    """Paper Fig. 2: the share accepted among drafts that the target judged, at temperature 1."""
-    shares = {name: one["1"]["conditional_acceptance"] for name, one in results.items()}
-    return "draft position", "accepted, if those before it were", {
-        name: (range(1, 1 + len(share)), share) for name, share in shares.items()}
+def by_threshold(blocks):
+    """Fig. 5, from rounds that verified whole blocks: where a threshold would have cut them"""
+    trust, hits = (torch.tensor([one[key] for one in blocks]) for key in ("confidence", "accepted"))
+    points = []
+    for threshold in (i / 20 for i in range(20)):
+        sent = (trust >= threshold).long().cumprod(1).sum(1)  # [N]
+        right = torch.minimum(sent, hits).sum()
+        shares = right / sent.sum().clamp(min=1), sent.sum() / trust.numel(), right / hits.sum()
+        points.append((threshold, *map(float, shares)))
+    across, *shares = zip(*points)
+    names = "accepted / verified", "verified / drafted", "accepted / accepted without threshold"
+    return {name: (across, share) for name, share in zip(names, shares)}
 
-def thresholds(rounds):
-    """Paper Fig. 5, from rounds that verified whole blocks: a threshold would have cut them."""
-    confidence, hits = (torch.tensor([one[key] for one in rounds])
-                        for key in ("confidence", "accepted"))
-    steps = [i / 20 for i in range(20)]
-    sent = [(confidence >= step).long().cumprod(1).sum(1) for step in steps]  # [N] each
-    right = [torch.minimum(lengths, hits) for lengths in sent]
-    rate = [float(a.sum() / n.sum()) if n.any() else 1.0 for a, n in zip(right, sent)]
-    return "threshold on the confidence", "share", {
-        "accepted / verified": (steps, rate),
-        "verified / drafted": (steps, [float(n.sum() / confidence.numel()) for n in sent]),
-        "accepted / accepted without a threshold": (
-            steps, [float(a.sum() / hits.sum()) for a in right])}
-
-def reliability(rounds):
-    """Paper Fig. 6: predicted survival of a prefix against how often it survived, in ten bins."""
-    hits, lines = torch.tensor([one["accepted"] for one in rounds]), {"perfect": ([0, 1], [0, 1])}
-    for label, key in (("raw", "raw"), ("calibrated", "confidence")):
-        survival = torch.tensor([one[key] for one in rounds]).cumprod(1)  # [N, gamma]
-        lived = hits[:, None] > torch.arange(survival.shape[1])
+def by_prediction(blocks):
+    """Fig. 6: predicted survival of a prefix against how often it survived, in ten bins"""
+    hits, lines = torch.tensor([one["accepted"] for one in blocks]), {"ideal": ([0, 1], [0, 1])}
+    for name in ("raw", "confidence"):
+        survival = torch.tensor([one[name] for one in blocks]).cumprod(1)  # [N, gamma]
+        lived = (hits[:, None] > torch.arange(survival.shape[1])).float()
         bins = (10 * survival).long().clamp(max=9)
-        cells = [bins == i for i in bins.unique()]
-        lines[label] = [[float(x[cell].float().mean()) for cell in cells]
-                        for x in (survival, lived)]
-    return "predicted survival", "survived", lines
-
-def against_load(column, words):
-    """Paper Fig. 8: a column of the bench, by schedule."""
-    def lines(rows):
-        names = dict.fromkeys(row["schedule"] for row in rows)
-        points = {name: [(str(row["requests"]), row[column]) for row in rows
-                         if row["schedule"] == name] for name in names}
-        return "requests at a time", words, {name: [*zip(*pairs)] for name, pairs in points.items()}
+        lines[name] = [[float(x[bins == i].mean()) for i in bins.unique()]
+                       for x in (survival, lived)]
     return lines
 
-def training(curves):
-    return "step", "accepted length (teacher-forced)", {
-        name: [[row[key] for row in rows] for key in ("step", "tau")]
-        for name, rows in curves.items()}
+def by_load(rows, column):
+    """Fig. 8: a column of the bench against the requests at a time"""
+    lines = collections.defaultdict(lambda: ([], []))
+    for row in rows:
+        lines[row["schedule"]][0].append(str(row["requests"]))
+        lines[row["schedule"]][1].append(row[column])
+    return lines
 
-FIGURES = {"acceptance": ("results", acceptance), "training": ("curves", training),
-           "thresholds": ("rounds", thresholds), "reliability": ("rounds", reliability),
-           "throughput": ("rows", against_load("tokens_per_second", "tokens per second")),
-           "budget": ("rows", against_load("verified_length", "drafts verified per round"))}
-
-def plot(folder):
-    """Draw what the files in `folder` allow, into it, and name what is missing."""
-    with explained("--plot needs matplotlib (pip install matplotlib)"):
-        from matplotlib.figure import Figure
-    data = {}
+def pictures(folder):
+    """File name -> labels of x and y, {line: (x, y)}; without lines where the data is missing"""
+    data = dict(results={}, rows=[], blocks=[])
     for path in filter(Path.is_file, (folder / "results.json", folder / "bench.json")):
         data.update(json.loads(path.read_text()))
-    data["curves"] = {path.parent.name: [*map(json.loads, path.read_text().splitlines())]
-                      for path in sorted(folder.glob("**/metrics.jsonl"))}
-    for name, (source, lines) in FIGURES.items():
-        if not data.get(source):
-            print(f"{name}: not drawn, {source} missing in {folder}")
+    logs = {path.parent.name: [*map(json.loads, path.read_text().splitlines())]
+            for path in sorted(folder.glob("**/metrics.jsonl"))}
+    curves = {name: [[row[key] for row in rows] for key in ("step", "tau")]
+              for name, rows in logs.items()}
+    shares = {name: one["1"]["conditional_acceptance"] for name, one in data["results"].items()}
+    blocks, rows = data["blocks"], data["rows"]
+    return {
+        "acceptance": ("draft position", "accepted, if those before it were (temperature 1)",
+                       {name: (range(1, 1 + len(y)), y) for name, y in shares.items()}),  # Fig. 2
+        "training": ("step", "accepted length, teacher-forced", curves),
+        "threshold": ("threshold on the confidence", "share", blocks and by_threshold(blocks)),
+        "reliability": ("predicted survival", "survived", blocks and by_prediction(blocks)),
+        "throughput": ("requests at a time", "tokens/s", by_load(rows, "tokens_per_second")),
+        "budget": ("requests at a time", "verified drafts", by_load(rows, "verified_length"))}
+
+def plot(folder):
+    with explained("--plot needs matplotlib (pip install matplotlib)"):
+        from matplotlib.figure import Figure
+    for name, (across, up, lines) in pictures(folder).items():
+        if not lines:
+            print(f"{name}: not drawn, its data is not in {folder}")
             continue
-        across, up, series = lines(data[source])
         figure = Figure(figsize=(6, 4), layout="constrained")
         axes = figure.subplots()
-        for label, (x, y) in series.items():
+        for label, (x, y) in lines.items():
             axes.plot(x, y, ".-", label=label)
         axes.set(xlabel=across, ylabel=up)
         axes.grid(alpha=0.3)
@@ -363,27 +471,11 @@ def main(argv=None):
     target, tokenizer, draft, config = load(args)
     prompts, stops = encode(args, tokenizer, config, texts), target.generation_config.eos_token_id
     stops = {*(stops if isinstance(stops, list) else [stops]), tokenizer.eos_token_id} - {None}
-    for model in (draft, None):  # warm-up: the first forwards allocate memory and choose kernels
-        decode(args, target, model, prompts[:1], stops, max_new_tokens=min(8, args.max_new_tokens))
-    show = printer(tokenizer, texts)
-    results, fast, rounds = decode(args, target, draft, prompts, stops, show)
-    others, plain, _ = decode(args, target, None, prompts, stops)
-    whole = counters(total(results))
-    print_table([*zip(texts, map(counters, results)), ("all", whole)])
-    shares = whole.get("acceptance_by_position", [])
-    print("acceptance by position:", *(f"{share:.2f}" for share in shares))
-    print_table([("speculative", fast), ("plain", plain)])
-    print(f"speed-up {fast['tokens_per_second'] / plain['tokens_per_second']:.2f}")
-    parted = compare(args, target, results, others)
-    if args.html:
-        write_page(args, tokenizer, draft, texts, results, rounds)
+    work = (args, target, draft, prompts, stops)
+    report = bench(*work) if args.bench else serve(*work, tokenizer, texts)
     if args.json:
-        requests = [dict(prompt=text, **counters(one), tokens=one.tokens, origins=one.origins,
-                         pieces=pieces(tokenizer, one.tokens), plain_tokens=other.tokens)
-                    for text, one, other in zip(texts, results, others)]
         report = dict(arguments=vars(args), device=str(target.device), torch=torch.__version__,
-                      transformers=transformers.__version__, requests=requests, total=whole,
-                      speculative=fast, plain=plain, divergences=parted)
+                      transformers=transformers.__version__, **report)
         args.json.write_text(json.dumps(report, default=str) + "\n")
 
 if __name__ == "__main__":

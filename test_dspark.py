@@ -4,6 +4,7 @@ Targets are tiny and random; drafts are untrained, or built to be right about ha
 numbers in testdata/fixtures come from running the public libraries (see the README there).
 "Pitfall n" numbers a fault reported about other implementations; the docstring says which.
 """
+import argparse
 import collections
 import contextlib
 import functools
@@ -18,12 +19,14 @@ import sys
 import tempfile
 
 import pytest
+import tokenizers
 import torch
 import torch.nn.functional as F
 import transformers
 from safetensors.torch import load_file, save_file
 
 import dspark
+import serve_demo
 import train
 from dspark import (MARKOV_HEADS, DraftSwitch, DSparkConfig, DSparkDraft, StaleBudget, StepCosts,
                     VanillaHead, accept, calibration_report, draw, fit_sts, generate, probabilities,
@@ -1567,3 +1570,85 @@ def test_two_processes_take_the_steps_of_one(tmp_path):
         assert json.loads(mine)["loss"] == pytest.approx(json.loads(alone)["loss"], rel=1e-4)
     answers = [(folder / "answers.jsonl").read_text() for folder in (tmp_path, straight()[0])]
     assert answers[0] == answers[1]
+# -------------------------------------------------------------------- serve_demo.py: page and plots
+
+@pytest.fixture(scope="module")
+def demo_folder(tmp_path_factory):
+    """A draft, its random target and a tokenizer that knows one hostile word."""
+    folder = tmp_path_factory.mktemp("demo")
+    words = {"</script><b>&": 0, **{f"w{i}": i for i in range(1, V)}}
+    model = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w1"))
+    model.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=model).save_pretrained(folder / "target")
+    make_target().save_pretrained(folder / "target")
+    guess_half().save_pretrained(folder)
+    return folder
+
+def demo(folder, *flags):
+    texts = ["w3 </script><b>&", "w5 w6"]
+    serve_demo.main(["--draft", str(folder), "--prompt", *texts, *map(str, flags)])
+
+def island(page):
+    """What a browser takes for the JSON: up to the first end of a script."""
+    return json.loads(page.split('id="trace">')[1].split("</script>")[0])
+
+@each("schedule", ["full", "0.5", "prefix", "0"])
+def test_the_page_tells_every_token_and_cannot_be_broken_out_of(demo_folder, tmp_path, schedule):
+    demo(demo_folder, "--max-new-tokens", 70, "--schedule", schedule, "--html",
+         tmp_path / "page.html", "--json", tmp_path / "report.json")
+    trace = island((tmp_path / "page.html").read_text())
+    report = json.loads((tmp_path / "report.json").read_text())["requests"]
+    assert any("</script>" in piece for one in trace["requests"] for piece in one["pieces"])
+    for index, (one, told) in enumerate(zip(report, trace["requests"])):
+        assert all(told[key] == one[key] for key in ("prompt", "pieces", "origins"))
+        rounds = [(now, now["requests"].index(index)) for now in trace["rounds"]
+                  if index in now["requests"]]
+        shown = [told["pieces"][0].strip()]
+        for now, i in rounds:
+            assert now["anchors"][i] == shown[-1]
+            shown += [*now["drafts"][i][: now["accepted"][i]], now["next_tokens"][i]]
+        assert shown[:70] == [piece.strip() for piece in told["pieces"]]
+        assert len(rounds) == one["rounds"]
+
+@each("overrides", [{}, dict(sample_from_anchor=False, markov_head_type="rnn")])
+def test_the_page_shows_the_distribution_the_draft_was_drawn_from(overrides):
+    draft, names = make_draft(**overrides), argparse.Namespace(decode=lambda ids: str(*ids))
+    args = argparse.Namespace(temperature=0.8, top_k=9, top_p=1.0, markov_top_k=0)
+    def check(now):
+        base, markov = serve_demo.candidates(args, names, draft, now)
+        for i, tokens in enumerate(now.drafts):
+            for k, token in enumerate(tokens):
+                drawn, share = markov[i][k][-1]
+                assert drawn == str(token) and abs(share - seen[-1].q[i, k, token]) < 2e-5
+                assert abs(markov[i][k][0][1] - seen[-1].q[i, k].max()) < 2e-5
+                assert markov[i][k] != base[i][k]
+    with proposals(draft) as seen:
+        generate(make_target(), draft, make_prompts(3), 9, 0.8, 9, on_round=check)
+
+def test_bench_writes_its_columns_and_plots_follow(demo_folder, tmp_path, capsys):
+    flags = ("--bench", "--concurrency", 1, 3, "--repeats", 1, "--max-new-tokens", 8)
+    demo(demo_folder, *flags, "--json", tmp_path / "bench.json")
+    report = json.loads((tmp_path / "bench.json").read_text())
+    names = ["plain", *(f"first {k}" for k in range(1, GAMMA + 1)), "threshold 0.5", "prefix",
+             "stale budget"]
+    rows = report["rows"]
+    assert [(row["requests"], row["schedule"]) for row in rows] == [*product((1, 3), names)]
+    for row in rows:
+        assert {"verified_length", "acceptance_rate", "accepted_length", "tokens_per_second",
+                "per_request", "draft_ms", "verify_ms", "schedule_ms", "times_plain"} < set(row)
+    lengths = {row["schedule"]: row["verified_length"] for row in rows}
+    assert lengths["plain"] == 0 and lengths["first 2"] == 2 and lengths["first 4"] == 4
+    assert "Fastest by requests at a time: at 1 " in capsys.readouterr().out
+    costs = ("--costs", tmp_path / "bench.json", "--json", tmp_path / "again.json")
+    demo(demo_folder, "--bench", "--concurrency", 1, "--repeats", 1, "--max-new-tokens", 2, *costs)
+    again = json.loads((tmp_path / "again.json").read_text())
+    assert again["costs"]["1"] == report["costs"]["1"]  # given back, not measured anew
+    with pytest.raises(ValueError, match="--concurrency 2"):
+        demo(demo_folder, "--bench", "--concurrency", 2, "--costs", tmp_path / "bench.json")
+    pytest.importorskip("matplotlib")
+    shares = {"1": {"conditional_acceptance": [0.9, 0.8]}}
+    (tmp_path / "results.json").write_text(json.dumps({"results": {"vanilla": shares}}))
+    serve_demo.main(["--plot", str(tmp_path)])
+    assert "training: not drawn" in capsys.readouterr().out
+    for name in ("acceptance", "threshold", "reliability", "throughput", "budget"):
+        assert (tmp_path / f"{name}.png").stat().st_size > 1000

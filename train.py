@@ -602,8 +602,8 @@ def init_from_target(draft, target):
 # ------------------------------------------------ evaluation: held-out prompts, decoded for real
 
 def decode(target, draft, prompts, args, temperature, draft_sampling="sample"):
-    """-> Generations, seconds by phase, and (confidence logits, accepted) of each round that neither
-    a stop token nor the budget cut short"""
+    """-> Generations, seconds by phase, (confidence logits, accepted) of every round that neither a
+    stop token nor the budget cut short"""
     rounds = []
 
     def keep(now):
