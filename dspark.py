@@ -548,10 +548,10 @@ DFLASH = dict(markov_rank=0, enable_confidence_head=False, sample_from_anchor=Fa
 FORMATS = {  # speculators_model_type or architecture: name, and what its config.json leaves unsaid
     "dspark": ("speculators dspark", dict(sliding_window_non_causal=False)),
     "dflash": ("speculators dflash", DFLASH), "Qwen3DSparkModel": ("DeepSpec", {}),
-    "DFlashDraftModel": ("z-lab DFlash", dict(DFLASH, sliding_window_from_slot=True))}
-ASSUMED = dict(hidden_act="silu", attention_bias=False, rope_type="default", is_causal=False,
-               causal=False, input_embedding_scale=1.0, output_multiplier=1.0,
-               final_logit_softcapping=0)
+    "DFlashDraftModel": ("z-lab", dict(DFLASH, block_size=16, sliding_window_from_slot=True))}
+ASSUMED = dict(  # a draft that asks for anything else is refused by name
+    hidden_act="silu", attention_bias=False, rope_type="default", is_causal=False,
+    input_embedding_scale=1.0, output_multiplier=1.0, final_logit_softcapping=0)
 
 def check_target(target):
     """-> the LM head's weight [V, d]. Training rebuilds logits as lm_head(last hidden state): a
@@ -662,17 +662,18 @@ def read_config(raw, target, place):
     require(not odd, f"{place}: drafts with {odd} are not supported")
     verifier = raw.get("speculators_config", {}).get("verifier", {})
     ids = flat.get("target_layer_ids", [k - 1 for k in flat.get("aux_hidden_state_layer_ids", [])])
-    has = [*target.get_input_embeddings().weight.shape, target.config.num_hidden_layers]
-    needs = [flat.get(key) for key in ("vocab_size", "hidden_size")]
-    needs.append(flat.get("num_target_layers", has[2]))
-    require(needs == has and max(ids, default=0) < has[2] - 1, f"draft {place} of "
-            f"{verifier.get('name_or_path', 'another target')} (vocabulary, hidden size, layers "
-            f"{needs}, reads layers {ids}) does not fit {target.config._name_or_path} {has}")
+    rows, width = target.get_input_embeddings().weight.shape
+    layers = target.config.num_hidden_layers
+    has = dict(vocab_size=rows, hidden_size=width, num_target_layers=layers)
+    needs = {key: flat.get(key, has[key]) for key in has}
+    require(needs == has and max(ids, default=0) < layers - 1, f"draft {place} of "
+            f"{verifier.get('name_or_path', 'another target')} needs {needs}, reads layers {ids}; "
+            f"{target.config._name_or_path} has {has}")
     if flat.get("is_causal") is False:  # z-lab's spelling
         flat["sliding_window_non_causal"] = True
     fields = {**unsaid, **{key: flat[key] for key in READ_FIELDS if key in flat}}
     try:
-        config = DSparkConfig(**fields, num_target_layers=has[2], target_layer_ids=ids,
+        config = DSparkConfig(**fields, num_target_layers=layers, target_layer_ids=ids,
                               verifier=verifier or name_of(target))
     except TypeError as error:
         raise ValueError(f"{place}: config.json: {error}") from error
