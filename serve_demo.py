@@ -9,6 +9,11 @@ against plain decoding of the same prompts by the same loop in the same run:
     accepted         those the target agreed to, before a stop token or the budget cuts the text
     accepted_length  tau, tokens per round: 1 + accepted / rounds
     forwards         rounds of the whole batch: verify_ms of the target and draft_ms of the rest
+--html writes a page to step through the rounds. --bench compares plain decoding and all schedules:
+    verified_length  drafts verified per request and round; acceptance_rate: accepted / verified
+    per_request      tokens_per_second / requests at a time; times_plain: against plain decoding
+    schedule_ms      of a round, replayed on the recorded confidences, and taken out of draft_ms
+--plot draws what train.py --compare and --bench wrote.
 """
 import argparse
 import collections
