@@ -9,6 +9,11 @@ against plain decoding of the same prompts by the same loop in the same run:
     accepted         those the target agreed to, before a stop token or the budget cuts the text
     accepted_length  tau, tokens per round: 1 + accepted / rounds
     forwards         rounds of the whole batch: verify_ms of the target and draft_ms of the rest
+--html writes a page to step through the rounds. --bench compares plain decoding and all schedules:
+    verified_length  drafts verified per request and round; acceptance_rate: accepted / verified
+    per_request      tokens_per_second / requests at a time; times_plain: against plain decoding
+    schedule_ms      of a round, replayed on the recorded confidences, and taken out of draft_ms
+--plot draws what train.py --compare and --bench wrote.
 """
 import argparse
 import collections
@@ -354,7 +359,7 @@ def full_blocks(rounds):
     """For --plot: confidence, raw and calibrated, and accepted drafts, without the last round of a
     request, which a stop token or the budget may have cut."""
     last = {one.index: round for round in rounds for one in round.requests}
-    return [dict(confidence=trust, raw=torch.tensor(logits).sigmoid().tolist(), accepted=accepted)
+    return [dict(calibrated=trust, raw=torch.tensor(logits).sigmoid().tolist(), accepted=accepted)
             for round in rounds for one, trust, logits, accepted in zip(
                 round.requests, round.confidence, round.confidence_logits, round.accepted)
             if round is not last[one.index]]
@@ -394,7 +399,7 @@ def bench(args, target, draft, prompts, stops):
 # --------------------------------------------------------------------------- --plot: the pictures
 def by_threshold(blocks):
     """Fig. 5, from rounds that verified whole blocks: where a threshold would have cut them"""
-    trust, hits = (torch.tensor([one[key] for one in blocks]) for key in ("confidence", "accepted"))
+    trust, hits = (torch.tensor([one[key] for one in blocks]) for key in ("calibrated", "accepted"))
     points = []
     for threshold in (i / 20 for i in range(20)):
         sent = (trust >= threshold).long().cumprod(1).sum(1)  # [N]
@@ -408,7 +413,7 @@ def by_threshold(blocks):
 def by_prediction(blocks):
     """Fig. 6: predicted survival of a prefix against how often it survived, in ten bins"""
     hits, lines = torch.tensor([one["accepted"] for one in blocks]), {"ideal": ([0, 1], [0, 1])}
-    for name in ("raw", "confidence"):
+    for name in ("raw", "calibrated"):
         survival = torch.tensor([one[name] for one in blocks]).cumprod(1)  # [N, gamma]
         lived = (hits[:, None] > torch.arange(survival.shape[1])).float()
         bins = (10 * survival).long().clamp(max=9)
