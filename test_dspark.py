@@ -1502,6 +1502,9 @@ def straight():
     out = pathlib.Path(tempfile.mkdtemp())
     return out, run_mini(out)
 
+def logged(out):
+    return [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()]
+
 def same(one, other):
     return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
 
@@ -1511,8 +1514,7 @@ def test_a_run_writes_what_it_promises(capsys):
     assert all((out / name).is_file() for name in files)
     record = json.loads((out / "results.json").read_text())
     assert record["accepted_length"]["0"] >= 1 and record["results"][""]["0"]["same_text"] == 1
-    steps = [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()]
-    assert steps == [*range(1, 9)]
+    assert logged(out) == [*range(1, 9)]
 
 class Killed(BaseException):
     """Stands for kill -9: nothing catches it."""
@@ -1531,7 +1533,7 @@ def test_a_killed_run_resumes_bit_for_bit(tmp_path, monkeypatch, capsys, saves):
         run_mini(tmp_path, "--checkpoint-every", "2")
     monkeypatch.setattr(torch, "save", save)
     weights = run_mini(tmp_path, "--checkpoint-every", "3", "--resume")
-    assert same(weights, straight()[1])
+    assert same(weights, straight()[1]) and logged(tmp_path) == [*range(1, 9)]
     assert ("starting from the beginning" in capsys.readouterr().out) == (saves == 0)
 
 def test_another_run_is_not_resumed(tmp_path):

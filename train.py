@@ -20,7 +20,6 @@ import os
 import pathlib
 import random
 import re
-import shutil
 import sys
 import time
 
@@ -212,20 +211,18 @@ def counted(skipped):
     except ValueError as error:
         skipped[str(error)] += 1
 
-def hub_rows(name):
-    import datasets  # slow to import; only hub data sets need it
-    try:
-        huggingface_hub.HfApi().dataset_info(name, timeout=5)  # no hub: fails at once
-        return list(datasets.load_dataset(name)["train"])
-    except Exception as error:  # the errors of the hub and of datasets share no other base
-        raise ValueError(NO_HUB.format(f"data set {name}")) from error
-
 def read_rows(source, skipped):
     """Rows of a JSON or JSON Lines file, of a folder of them, or of a hub data set."""
     path, rows = pathlib.Path(source), []
     if not path.exists():
         require(path.suffix not in (".json", ".jsonl"), f"--data {source}: no such file")
-        return hub_rows("Aeala/ShareGPT_Vicuna_unfiltered" if source == "sharegpt" else source)
+        import datasets  # slow to import; only hub data sets need it
+        name = "Aeala/ShareGPT_Vicuna_unfiltered" if source == "sharegpt" else source
+        try:
+            huggingface_hub.HfApi().dataset_info(name, timeout=5)  # no hub: fails at once
+            return list(datasets.load_dataset(name)["train"])
+        except Exception as error:  # the errors of the hub and of datasets share no other base
+            raise ValueError(NO_HUB.format(f"data set {name}")) from error
     for file in sorted(path.rglob("*.json*")) if path.is_dir() else [path]:
         text = file.read_text(encoding="utf-8-sig").strip()
         for part in [text] if text.startswith("[") else filter(str.strip, text.split("\n")):
@@ -275,7 +272,9 @@ def render(tokenizer, turns, args):
             enable_thinking=args.enable_thinking)
     except Exception as error:  # a template raises what it likes; the turn is counted, not lost
         raise ValueError("the chat template refuses it") from error
-    require(len(ids) + 2 <= args.total_seq_len, "question fills --total-seq-len")
+    new = max(args.answer_max_new_tokens, args.eval_max_new_tokens) + args.block_size
+    require(len(ids) <= min(args.total_seq_len - 2, tokenizer.model_max_length - new),
+            "question fills --total-seq-len, or the target's positions")
     return ids
 
 def sampling_of(target, args):
@@ -283,18 +282,8 @@ def sampling_of(target, args):
     config, known = target.generation_config, dict(temperature=1.0, top_k=0, top_p=1.0)
     if config.do_sample:
         known = {name: getattr(config, name) or value for name, value in known.items()}
-    if args.answer_temperature is not None:
-        known["temperature"] = args.answer_temperature
-    return known
-
-def write_answers(target, prompts, args, generator):
-    """The target's answers as token ids, which are never tokenised again."""
-    longest = max(map(len, prompts), default=0) + args.answer_max_new_tokens
-    found = generate(target, None, prompts, args.answer_max_new_tokens,
-                     **sampling_of(target, args), generator=generator,
-                     max_concurrency=max(1, CACHED_TOKENS // longest),
-                     stop_token_ids=target.generation_config.eos_token_id)
-    return [one.tokens for one in found]
+    asked = args.answer_temperature
+    return known if asked is None else dict(known, temperature=asked)
 
 def answer_all(talks, target, tokenizer, args, key=""):
     """ONE document per answer, rendered as serving would render it: question, answer, end of turn.
@@ -310,8 +299,12 @@ def answer_all(talks, target, tokenizer, args, key=""):
                 with counted(skipped):
                     asked.append((talk, place, render(tokenizer, talk[:place], args)))
         if args.responses == "target":
-            generator = seeded(args.seed, key, len(documents))
-            answers = write_answers(target, [ids for _, _, ids in asked], args, generator)
+            longest = max((len(ids) for _, _, ids in asked), default=0)
+            answers = [one.tokens for one in generate(
+                target, None, [ids for _, _, ids in asked], args.answer_max_new_tokens,
+                **sampling_of(target, args), generator=seeded(args.seed, key, len(documents)),
+                max_concurrency=CACHED_TOKENS // (longest + args.answer_max_new_tokens) + 1,
+                stop_token_ids=target.generation_config.eos_token_id)]
             for (talk, place, _), answer in zip(asked, answers):
                 text = tokenizer.decode(answer, skip_special_tokens=True)
                 talk[place] = {"role": "assistant", "content": text}
@@ -326,11 +319,6 @@ def answer_all(talks, target, tokenizer, args, key=""):
                 documents.append((ids, len(prompt)))
     return documents, skipped
 
-def keep(path, record):
-    if record and rank() == 0:
-        with path.open("a") as file:
-            file.write("\n" + json.dumps(record))  # first a line end: the last line may be cut off
-
 def documents_of(talks, target, tokenizer, args, skipped):
     """The training documents [{ids, start, number}]. Units of conversations are kept on disk under
     a hash of all that decides them: a run that was killed goes on where it stopped."""
@@ -340,20 +328,23 @@ def documents_of(talks, target, tokenizer, args, skipped):
     salt = (target.config._name_or_path, tokenizer.chat_template, sampling_of(target, args),
             args.responses, args.answer_max_new_tokens, args.enable_thinking, args.total_seq_len,
             args.seed)
-    units = [talks[i : i + UNIT] for i in range(0, len(talks), UNIT)]
-    units = {digest(salt, unit): unit for unit in units}
-    known = gather(known)[0]
-    missing, ranks = [key for key in units if key not in known], len(gather(None))
-    for i in tqdm(range(0, len(missing), ranks), "answers", unit="unit", disable=rank() > 0):
+    units = {digest(salt, i, talks[i : i + UNIT]): talks[i : i + UNIT]
+             for i in range(0, len(talks), UNIT)}
+    known = gather(known)[0]  # before the first process adds to it
+    missing = [key for key in units if key not in known]
+    for i in tqdm(range(0, len(missing), ranks()), "answers", unit="unit", disable=rank() > 0):
         mine = {key: answer_all(units[key], target, tokenizer, args, key)
-                for key in missing[i : i + ranks][rank() : rank() + 1]}
-        for part in gather(mine):
+                for key in missing[i : i + ranks()][rank() : rank() + 1]}
+        for part in filter(None, gather(mine)):
             known.update(part)
-            keep(path, part)
-    for key in units:
-        skipped.update(known[key][1])
-    found = [document for key in units for document in known[key][0]]
-    documents = [dict(ids=ids, start=start, number=i) for i, (ids, start) in enumerate(found)]
+            if rank() == 0:  # line end first: a kill may have cut off the line before
+                with path.open("a") as file:
+                    file.write("\n" + json.dumps(part))
+    documents = []
+    for found, lost in map(known.get, units):
+        skipped.update(lost)
+        documents += [dict(ids=ids, start=start, number=len(documents) + i)
+                      for i, (ids, start) in enumerate(found)]
     stops = target.generation_config.eos_token_id
     cuts = sum(document["ids"][-1] not in stops for document in documents)
     print(f"kept {len(documents)} answers of {len(talks)} conversations ({cuts} cut, without an end"
@@ -402,11 +393,14 @@ def rank():
     """The number of this process under torchrun; alone: 0."""
     return dist.get_rank() if dist.is_initialized() else 0
 
+def ranks():
+    return dist.get_world_size() if dist.is_initialized() else 1
+
 def gather(part):
     """What every process has, in order of rank; alone: [part]. All wait here for each other."""
     parts = [part]
-    if dist.is_initialized():
-        parts = [None] * dist.get_world_size()
+    if ranks() > 1:
+        parts = [None] * ranks()
         dist.all_gather_object(parts, part)
     return parts
 
@@ -460,15 +454,15 @@ def row_loss(draft, target, row, epoch, args):
 def add_gradients(draft, target, rows, epoch, args):
     """Backward through the rows of a step, shared out among the processes; gradients and metrics
     are those of all rows -> mean metrics, {} without any anchor"""
-    found, ranks = [], len(gather(None))
-    for row in rows[rank() :: ranks]:
+    found = []
+    for row in rows[rank() :: ranks()]:
         result = row_loss(draft, target, row, epoch, args)
         if result is not None:
             loss, metrics = result
             (loss / len(rows)).backward()
             found.append({name: float(x) for name, x in dict(metrics, loss=loss.detach()).items()})
     found = sum(gather(found), [])
-    if ranks > 1 and found:
+    if ranks() > 1 and found:
         for weight in draft.parameters():
             weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
             dist.all_reduce(weight.grad)  # the sum: each loss is divided by all rows of the step
@@ -502,7 +496,9 @@ def train(draft, target, documents, prompts, args):
     bar = tqdm(itertools.islice(work, first, steps), "training", steps, initial=first, unit="step",
                disable=rank() > 0)
     path = folder / "metrics.jsonl" if rank() == 0 else os.devnull  # one process writes
-    with open(path, "a" if first else "w") as log:
+    old = path.read_text().splitlines() if first and rank() == 0 else []
+    with open(path, "w") as log:
+        log.writelines(f"{line}\n" for line in old[:first])  # steps since the checkpoint: again
         for step, (epoch, rows) in enumerate(bar, first + 1):
             optimizer.zero_grad(set_to_none=True)
             metrics = add_gradients(draft, target, rows, epoch, args)
@@ -510,18 +506,17 @@ def train(draft, target, documents, prompts, args):
             require(not bad, f"step {step}: {', '.join(bad)} not finite; try a lower --lr")
             tokens += sum(len(document["ids"]) for row in rows for document in row)
             skipped += not metrics
+            seconds = time.time() - started
+            line = dict(step=step, epoch=epoch, seconds=round(seconds, 2),
+                        tokens_per_second=round(tokens / seconds), **metrics)
+            print(json.dumps(line), file=log, flush=True)  # line n is step n
             if metrics:
                 update(draft, optimizer, step - 1, steps, args)
-                seconds = time.time() - started
-                line = dict(step=step, epoch=epoch, seconds=round(seconds, 2),
-                            tokens_per_second=round(tokens / seconds), **metrics)
-                print(json.dumps(line), file=log, flush=True)
                 bar.set_postfix(loss=f"{metrics['loss']:.3f}", tau=f"{metrics['tau']:.2f}")
             if args.checkpoint_every and step % args.checkpoint_every == 0 and rank() == 0:
                 save(last, draft, optimizer, step, run)
-                texts, *_ = decode(target, draft, prompts[:8], args, 0.0)
-                tqdm.write(f"step {step}: accepted length {total(texts).accepted_length:.2f}, held "
-                           "out")
+                length = total(decode(target, draft, prompts[:8], args, 0.0)[0]).accepted_length
+                tqdm.write(f"step {step}: accepted length {length:.2f} on held-out prompts")
     if skipped:
         print(f"{skipped} steps had no anchor and changed nothing")
     if rank() == 0:
@@ -647,8 +642,7 @@ def calibration_results(draft, rounds, temperature):
 
 def against_plain(plain, fast, draft_sampling):
     """The same prompts decoded plainly and with a draft, by the same loop -> results, for JSON"""
-    (slow_texts, slow, _), (texts, seconds, _) = plain, fast
-    counts, before = total(texts), total(slow_texts)
+    (slow_texts, slow, _), (texts, seconds, _), counts = plain, fast, total(fast[0])
     rates = [sum(len(x.tokens) for x in one) / clock["all"] for one, clock, _ in (plain, fast)]
     per_round = 1e3 / max(1, counts.rounds)
     return dict(
@@ -658,8 +652,8 @@ def against_plain(plain, fast, draft_sampling):
         tokens_per_second=dict(zip(("plain", "speculative"), rates)), speedup=rates[1] / rates[0],
         draft_ms=per_round * (seconds["all"] - seconds["target"] - seconds["prefill"]),
         verify_ms=per_round * seconds["target"],
-        plain_ms=1e3 * slow["target"] / max(1, before.rounds),
-        same_text=sum(a.tokens == b.tokens for a, b in zip(slow_texts, texts)), prompts=len(texts),
+        plain_ms=1e3 * slow["target"] / max(1, total(slow_texts).rounds),
+        same_text=sum(a.tokens == b.tokens for a, b in zip(slow_texts, texts)),
         by_prompt=[(len(x.tokens), x.rounds, x.accepted) for x in texts])
 
 def evaluate(target, draft, prompts, plain, args):
@@ -763,8 +757,7 @@ def parser():
     add = p.add_argument_group("data").add_argument
     add("--tiny", action="store_true", help="no download: synthetic dialogues and target")
     add("--verifier-name-or-path", default="Qwen/Qwen3-0.6B", help="the target: hub id or folder")
-    add("--data", default="sharegpt", help="sharegpt, a hub data set, or a .json or .jsonl file or "
-        "a folder of them")
+    add("--data", default="sharegpt", help="sharegpt, hub data set, JSON (Lines) file or folder")
     add("--eval-data", help="file with held-out prompts; else rows of --data are held out")
     add("--max-samples", type=int, default=5000, help="conversations used at most")
     add("--responses", choices=["target", "dataset"], default="target", help="whose answers to use")
@@ -805,8 +798,7 @@ def parser():
     add("--save-path", default="output", help="folder for draft, logs and checkpoints")
     add("--compare", nargs="*", choices=HEADS, help="several heads, equal budgets; no names: all, "
         "that is dflash vanilla gated rnn")
-    add("--checkpoint-every", type=int, default=500, help="steps between checkpoints, each with a "
-        "decoding of 8 held-out prompts; 0: none")
+    add("--checkpoint-every", type=int, default=500, help="steps between checkpoints; 0: none")
     add("--resume", action="store_true", help="go on from SAVE_PATH/checkpoints/last")
     add("--calibration-samples", type=int, default=64, help="held-out prompts that the confidence "
         "head is calibrated with")
@@ -837,6 +829,7 @@ def load_target(args):
     ends = target.generation_config.eos_token_id
     ends = {*ends} if isinstance(ends, list) else {ends}
     target.generation_config.eos_token_id = sorted((ends | {tokenizer.eos_token_id}) - {None})
+    tokenizer.model_max_length = getattr(target.config, "max_position_embeddings", math.inf)
     return target.to(device).eval().requires_grad_(False), tokenizer
 
 HEADS = {"dflash": dict(markov_rank=0, sample_from_anchor=False, enable_confidence_head=False),
@@ -858,28 +851,24 @@ def print_table(results):
 
 @torch.no_grad()
 def forecast(target, draft, talks, args):
-    """One line before the long part, to the right order of magnitude. Guessed: four letters a
-    token, answers of full length, a draft token as dear as its share of weights. Timed: the target
-    reading 512 tokens, and 32, which is what writing 32 answers at once takes."""
-    def seconds(tokens):
-        ids = torch.zeros(1, tokens, dtype=torch.long, device=target.device)
+    """One line before the long part, to the order of magnitude. Guessed: four letters a token,
+    answers of full length, draft tokens as dear as their share of weights, three times for the way
+    back. Timed: the target reading 512 tokens, and 32, as if it wrote 32 answers at once."""
+    seconds = {}
+    for tokens in (512, 512, 32):  # the first time warms up
         start = time.perf_counter()
-        target.base_model(ids)[0].sum().item()
-        return (time.perf_counter() - start) / tokens
-
-    seconds(512)  # warms up
-    answers = sum(turn["role"] == "assistant" for talk in talks for turn in talk)
-    written = answers * args.answer_max_new_tokens * (args.responses == "target")
+        target.base_model(torch.zeros(1, tokens, dtype=torch.long).to(target.device))[0].cpu()
+        seconds[tokens] = (time.perf_counter() - start) / tokens
+    count = sum(turn["role"] == "assistant" for talk in talks for turn in talk)
+    written = count * args.answer_max_new_tokens * (args.responses == "target")
     read = sum(len(turn["content"]) for talk in talks for turn in talk) / 4 + written
     rows = args.max_steps * args.batch_size or args.epochs * math.ceil(read / args.total_seq_len)
-    sizes = [sum(x.numel() for x in model.parameters()) for model in (target, draft)]
-    slots, head = args.max_anchors * args.block_size, draft.lm_head.numel()
-    row = args.total_seq_len + 3 * slots * (sizes[1] + 2 * head) / sizes[0]
-    held = (args.chunk_blocks or args.max_anchors) * args.block_size * len(draft.lm_head) * 4
-    memory = sizes[0] * target.lm_head.weight.element_size() + 16 * sizes[1] + 6 * held
-    print(f"ahead: {answers} answers to {'write' if written else 'read'}, up to "
-          f"{written * seconds(32) / 60:.0f} min; then {rows} rows, up to "
-          f"{rows * row * seconds(512) / 60:.0f} min; at least {memory / 1e9:.1f} GB of memory")
+    theirs, own = (sum(x.numel() for x in model.parameters()) for model in (target, draft))
+    slots = args.max_anchors * args.block_size * (own + 2 * draft.lm_head.numel()) / theirs
+    minutes = rows * (args.total_seq_len + 3 * slots) * seconds[512] / 60
+    memory = theirs * target.dtype.itemsize + 16 * own  # weights; gradients, Adam's two moments
+    print(f"ahead: {count} answers, up to {written:,} tokens and {written * seconds[32] / 60:.0f} "
+          f"min; {rows} rows, about {minutes:.0f} min; {memory / 1e9:.2f} GB besides activations")
 
 def prepare(args, target, tokenizer):
     """-> documents to train on, prompts to calibrate with, held-out prompts"""
@@ -899,6 +888,8 @@ def run(args):
     started, out = time.time(), pathlib.Path(args.save_path)
     for name in ("max_samples", "batch_size", "max_anchors", "num_layers", "total_seq_len"):
         require(getattr(args, name) > 0, f"--{name.replace('_', '-')} must be positive")
+    require(args.batch_size >= ranks(), f"--batch-size must be at least {ranks()}, one row for each"
+            f" process, got {args.batch_size}")
     out.mkdir(parents=True, exist_ok=True)
     if args.tiny and not pathlib.Path(args.verifier_name_or_path).is_dir():
         args.verifier_name_or_path = str(out / "target")
@@ -926,8 +917,7 @@ def run(args):
     if args.compare:
         print_table(results)
         name = "vanilla" if "vanilla" in results else name
-        for file in ("config.json", "model.safetensors"):
-            shutil.copy(out / name / file, out)
+        drafts[name].save_pretrained(out)
     top = {key: {t: x[key] for t, x in results[name].items()} for key in results[name]["0"]}
     record = dict(
         top, **facts,
@@ -936,14 +926,6 @@ def run(args):
     (out / "results.json").write_text(json.dumps(record, indent=1))
     print(f"saved in {out} after {time.time() - started:.0f} s; next: "
           f"python serve_demo.py --draft {out}")
-
-def join(local_rank):
-    """One of several processes, each with a device of its own; the first one writes and prints."""
-    if torch.cuda.is_available():
-        torch.cuda.set_device(local_rank)
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    if rank() > 0:
-        sys.stdout = open(os.devnull, "w")
 
 def main():
     p = parser()
@@ -955,8 +937,12 @@ def main():
     transformers.utils.logging.disable_progress_bar()
     try:
         if "LOCAL_RANK" in os.environ:  # started by torchrun
-            join(int(os.environ["LOCAL_RANK"]))
-        run(args)
+            cuda = torch.cuda.is_available()
+            if cuda:
+                torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+            dist.init_process_group("nccl" if cuda else "gloo")
+        with contextlib.redirect_stdout(open(os.devnull, "w") if rank() > 0 else sys.stdout):
+            run(args)
     except ValueError as error:
         stop(error)
 
