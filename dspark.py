@@ -206,12 +206,16 @@ def visibility(position, document, context_position, context_document, config, w
             own &= slot[:, None] >= slot
     return torch.cat([sees, own.expand(len(sees), -1, -1)], -1)  # [B, N K, S + N K]
 
-def attend(query, key, value, mask, scale):
-    """query [B, H, q, e]; key, value [B, G, k, e]; mask bool [B, q, k] -> [B, H, q, e]"""
-    fold = query.shape[1] // key.shape[1]
-    folded = query.unflatten(1, (-1, fold)).flatten(2, 3)  # [B, G, H/G q, e], one kv head's queries
-    mask = mask.repeat(1, fold, 1)[:, None]  # [B, 1, H/G q, k]
-    return F.scaled_dot_product_attention(folded, key, value, mask, scale=scale).view(query.shape)
+def attend(query, key, value, bias, scale):
+    """query [B, H, q, e]; key, value [B, G, k, e]; bias as from fold_mask -> [B, H, q, e]"""
+    folded = query.reshape(len(query), key.shape[1], -1, key.shape[3])  # [B, G, H/G q, e]
+    return F.scaled_dot_product_attention(folded, key, value, bias, scale=scale).view(query.shape)
+
+def fold_mask(mask, fold, dtype):
+    """bool [B, q, k] -> what `attend` adds to the scores, [B, 1, H/G q, k]: the queries of heads
+    that share keys lie one after another. Made once for all layers."""
+    bias = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
+    return bias.masked_fill(~mask, torch.finfo(dtype).min).repeat(1, fold, 1)[:, None]
 
 def rotary(position, dim, theta):
     """RoPE tables: position [B, q] -> cos, sin [B, 1, q, e]"""
@@ -382,8 +386,10 @@ class DSparkDraft(nn.Module):
         x = F.embedding(ids, self.embed_tokens).flatten(1, 2).to(self.fc.weight.dtype)  # [B, NK, d]
         rope = rotary((position[..., None] + slot).flatten(1), config.head_dim, config.rope_theta)
         windows = [config.sliding_window * (k == "sliding_attention") for k in config.layer_types]
-        masks = {w: visibility(position, document, context_position, context_document, config, w)
-                 for w in set(windows)}
+        fold = config.num_attention_heads // config.num_key_value_heads
+        masks = {w: fold_mask(visibility(
+            position, document, context_position, context_document, config, w), fold, x.dtype)
+            for w in set(windows)}
         for layer, keys_values, window in zip(self.layers, context, windows):
             x = layer(x, keys_values, rope, masks[window])
         return self.norm(x).unflatten(1, (-1, config.block_size))  # [B, N, K, d]
@@ -812,20 +818,39 @@ def choose_lengths(schedule, confidence, g, rows, steps_per_second, draft_second
     return lengths.clamp(0, g).tolist()
 
 # ------------------------------------------------------- packed target and cache (sec. 5.3)
-# Where the tokens of one packed forward belong. Cache rows low..high - 1, slots below length; row
-# and position [T]; real [R, longest] marks the cells of a grid that hold a token, grid [R, longest]
-# is its packed index and cell_position [R, longest] its position.
-Plan = namedtuple("Plan", "low high length row position real grid cell_position")
+class Plan:
+    """Where the tokens of one packed forward belong: request i sends counts[i] of them, from
+    position starts[i] on, and has cache row low + i. row, position [T]; real [R, longest] marks the cells of
+    a grid that hold a token, grid [R, longest] is its packed index (padding repeats a token)."""
+    def __init__(self, low, starts, counts, device):
+        start, count, wide = torch.tensor(starts), torch.tensor(counts), torch.arange(max(counts))
+        real = wide < count[:, None]  # [R, longest]
+        row, offset = real.nonzero(as_tuple=True)  # [T]
+        grid = real.flatten().cumsum(0).sub(1).view_as(real)
+        tensors = (low + row, start[row] + offset, real, grid, start[:, None] + wide)
+        self.row, self.position, self.real, self.grid, self.cell_position = (
+            x.to(device) for x in tensors)
+        self.low, self.high, self.even = low, low + len(counts), bool(real.all())
+        self.length, self.biases = max(a + b for a, b in zip(starts, counts)), {}
 
-def make_plan(low, starts, counts, device):
-    """Request i sends counts[i] tokens, at positions starts[i], starts[i] + 1, ..."""
-    start, count, wide = torch.tensor(starts), torch.tensor(counts), torch.arange(max(counts))
-    real = wide < count[:, None]  # [R, longest]
-    row, offset = real.nonzero(as_tuple=True)  # [T]
-    grid = real.flatten().cumsum(0).sub(1).view_as(real)  # padding cells repeat a real token
-    tensors = (low + row, start[row] + offset, real, grid, start[:, None] + wide)
-    length = max(a + b for a, b in zip(starts, counts))
-    return Plan(low, low + len(counts), length, *(x.to(device) for x in tensors))
+    def unpack(self, x):
+        """[T, ...] -> [R, longest, ...]; a view where all requests send as many."""
+        return x.unflatten(0, self.real.shape) if self.even else x[self.grid]
+
+    def pack(self, out):
+        """The reverse, without the padding: [R, longest, ...] -> [T, ...]"""
+        return out.flatten(0, 1) if self.even else out[self.real]
+
+    def bias(self, fold, dtype, window):
+        """Each token sees its own request up to itself; made once per forward, not per layer."""
+        key = fold, dtype, window
+        if key not in self.biases:
+            slot = torch.arange(self.length, device=self.row.device)
+            mask = slot <= self.cell_position[..., None]  # [R, longest, L]
+            if window:
+                mask &= slot > self.cell_position[..., None] - window
+            self.biases[key] = fold_mask(mask, fold, dtype)
+        return self.biases[key]
 
 class RaggedCache:
     """Keys and values [rows, G, slots, e] per layer; the slot index IS the position. Rolling back
@@ -856,13 +881,10 @@ def packed_attention(module, query, key, value, attention_mask, scaling=None, dr
     query [1, H, T, e]; key, value [R, G, L, e] as the cache returned them -> [1, T, H, e]"""
     unknown = {name for name, value in kwargs.items() if value is not None} - NOT_FOR_ATTENTION
     require(not unknown, f"{type(module).__name__}: packed attention has no {sorted(unknown)}")
-    slot = torch.arange(plan.length, device=query.device)
-    mask = slot <= plan.cell_position[..., None]  # [R, longest, L]
-    if sliding_window:
-        mask &= slot > plan.cell_position[..., None] - sliding_window
-    query = query[0][:, plan.grid].transpose(0, 1)  # [R, H, longest, e]
-    out = attend(query, key, value, mask, scaling or query.shape[-1] ** -0.5)
-    return out.transpose(1, 2)[plan.real][None], None  # [1, T, H, e]
+    bias = plan.bias(query.shape[1] // key.shape[1], query.dtype, sliding_window)
+    query = plan.unpack(query[0].transpose(0, 1)).transpose(1, 2)  # [R, H, longest, e]
+    out = attend(query, key, value, bias, scaling or query.shape[-1] ** -0.5)
+    return plan.pack(out.transpose(1, 2))[None], None  # [1, T, H, e]
 
 NOT_FOR_ATTENTION = set("position_ids cache past_key_values use_cache cache_position is_causal "
                         "output_hidden_states output_attentions".split())
@@ -1037,7 +1059,7 @@ def generate(target, draft, prompts, max_new_tokens, temperature=0.0, top_k=0, t
                 size += len(live[-1].prompt)
             if joined < len(live):
                 prompts = [one.prompt for one in live[joined:]]
-                plan = make_plan(joined, [0] * len(prompts), [*map(len, prompts)], device)
+                plan = Plan(joined, [0] * len(prompts), [*map(len, prompts)], device)
                 ids = torch.tensor([token for prompt in prompts for token in prompt], device=device)
                 last = torch.tensor([*map(len, prompts)], device=device).cumsum(0) - 1
                 p = run(ids, plan, last)  # [R, V]
@@ -1064,10 +1086,10 @@ def generate(target, draft, prompts, max_new_tokens, temperature=0.0, top_k=0, t
                 lengths = choose_lengths(schedule, confidence, drafts.shape[1], len(live),
                                          steps_per_second, draft_seconds)
                 # 4. Verify: one packed row of exactly R + sum(l_r) tokens.
-                plan = make_plan(0, starts, [1 + length for length in lengths], device)
+                plan = Plan(0, starts, [1 + length for length in lengths], device)
                 kept, wide = torch.tensor(lengths, device=device), max(lengths)
-                sent = torch.cat([anchors[:, None], drafts[:, :wide]], 1)[plan.real]  # [T]
-                p = run(sent, plan)[plan.grid]  # [R, wide + 1, V]
+                sent = plan.pack(torch.cat([anchors[:, None], drafts[:, :wide]], 1))  # [T]
+                p = plan.unpack(run(sent, plan))  # [R, wide + 1, V]
                 # 5. Accept and commit: the round's one copy to the host.
                 q = p if q is None else q[:, :wide]  # unused without drafts or when greedy
                 accepted, token = accept(drafts[:, :wide], kept, q, p, u[:, : wide + 1])
@@ -1176,7 +1198,7 @@ def profile_steps_per_second(target, requests=1, gamma=7, context=128, repeats=3
     def step(size):
         rows = min(size, requests)
         counts = [size // rows + (i < size % rows) for i in range(rows)]
-        plan = make_plan(0, [context] * rows, counts, target.device)
+        plan = Plan(0, [context] * rows, counts, target.device)
         tokens = torch.zeros(size, dtype=torch.long, device=target.device)
         with stopwatch(target) as seconds:
             run_target(target, cache, (), tokens, plan)

@@ -429,7 +429,7 @@ def target_states(target, layer_ids, row):
     target_hidden [1, S, d] after the final norm"""
     counts, device = [len(document["ids"]) for document in row], target.device
     ids = torch.tensor([token for document in row for token in document["ids"]], device=device)
-    plan = dspark.make_plan(0, [0] * len(row), counts, device)
+    plan = dspark.Plan(0, [0] * len(row), counts, device)
     layers, d = [*layer_ids, target.config.num_hidden_layers - 1], target.config.hidden_size
     with dspark.packed(target):
         cache, first = dspark.RaggedCache(len(row), max(counts)), ids[:1] * 0
