@@ -820,8 +820,8 @@ def choose_lengths(schedule, confidence, g, rows, steps_per_second, draft_second
 # ------------------------------------------------------- packed target and cache (sec. 5.3)
 class Plan:
     """Where the tokens of one packed forward belong: request i sends counts[i] of them, from
-    position starts[i] on, and has cache row low + i. row, position [T]; real [R, longest] marks the cells of
-    a grid that hold a token, grid [R, longest] is its packed index (padding repeats a token)."""
+    position starts[i] on, into cache row low + i. row, position [T]: of each token; for attention
+    alone also padded: grid [R, longest] of indices into T, real where they are no padding."""
     def __init__(self, low, starts, counts, device):
         start, count, wide = torch.tensor(starts), torch.tensor(counts), torch.arange(max(counts))
         real = wide < count[:, None]  # [R, longest]
@@ -1033,7 +1033,8 @@ def generate(target, draft, prompts, max_new_tokens, temperature=0.0, top_k=0, t
             draft_seconds = draft_seconds or profile_draft_seconds(
                 target, draft, rows, temperature=temperature, markov_top_k=markov_top_k).seconds
         if draft_seconds:
-            switch = DraftSwitch(lambda size: 1 / steps_per_second(size), draft_seconds)
+            stairs = getattr(steps_per_second, "stairs", lambda size: 1 / steps_per_second(size))
+            switch = DraftSwitch(stairs, draft_seconds)
 
     if generator is None:
         generator = torch.Generator()
@@ -1145,17 +1146,18 @@ def stopwatch(target):
 class StepCosts:
     """Seconds of a step by its size, measured: forwards of B tokens, or drafting for R requests.
 
-    Algorithm 1 gets the greatest convex, rising curve below them: with convex step times throughput
-    has a single peak, which the early stop finds; the stairs of real tables would end the search at
-    the first of them. Straight lines between the points and beyond the last."""
-    def __init__(self, sizes, measured):
-        self.sizes, self.measured = [*sizes], [*measured]
+    Algorithm 1 gets the greatest convex, rising curve below the points from `low` = R on: with
+    convex step times throughput has a single peak, which the early stop finds; the stairs of real
+    tables would end the search at the first of them. Straight lines between and beyond points."""
+    def __init__(self, sizes, measured, low=1):
+        self.sizes, self.measured, self.low = [*sizes], [*measured], low
         require(len(sizes) == len(measured) > 0 < min(measured) and [*sizes] == sorted({*sizes}),
                 f"StepCosts expects ascending sizes, positive seconds, got {sizes}, {measured}")
-        rising = [*itertools.accumulate(reversed(measured), min)][::-1]  # a smaller step costs less
-        hull, self.last_slope = [], 0.0
-        for point in zip(sizes, rising):
-            while len(hull) > 1 and slope(hull[-1], point) <= slope(hull[-2], hull[-1]):
+        # A smaller step costs no more.
+        self.rising = [*itertools.accumulate(reversed(measured), min)][::-1]
+        hull, self.last_slope, below = [], 0.0, sum(size < low for size in sizes)
+        for point in zip(sizes, self.rising):
+            while len(hull) > below + 1 and slope(hull[-1], point) <= slope(hull[-2], hull[-1]):
                 hull.pop()
             self.last_slope = slope(hull[-1], point) if hull else 0.0
             hull.append(point)
@@ -1171,6 +1173,10 @@ class StepCosts:
         """SPS(B), steps per second."""
         return self.rates[size] if size < len(self.rates) else 1 / self.seconds(size)
 
+    def stairs(self, size):
+        """Seconds by the measured points themselves, for decisions that need no convex curve."""
+        return float(numpy.interp(size, self.sizes, self.rising))
+
     def __str__(self):
         rows = [f"{size:6}{1e3 * seen:12.2f}{1e3 * fit:12.2f}"
                 for size, seen, fit in zip(self.sizes, self.measured, self.fitted)]
@@ -1184,15 +1190,15 @@ def slope(start, end):
     return (end[1] - start[1]) / (end[0] - start[0])
 
 def median_seconds(step, sizes, repeats):
-    """step(size) returns its seconds -> medians; passes are interleaved, the first is a warm-up."""
-    passes = [[step(size) for size in sizes] for _ in range(1 + repeats)]
-    return [statistics.median(times) for times in zip(*passes[1:])]
+    """step(size) returns its seconds -> medians of interleaved passes, after a warm-up."""
+    step(sizes[-1])
+    passes = [[step(size) for size in sizes] for _ in range(repeats)]
+    return [statistics.median(times) for times in zip(*passes)]
 
 @torch.no_grad()
 def profile_steps_per_second(target, requests=1, gamma=7, context=128, repeats=3):
-    """Time packed forwards of B = 1, 2, 4, ... R (1 + gamma) tokens, `context` cached ones before
-    each, of R requests or, below R tokens, as many -> StepCosts, a callable B -> SPS(B)"""
-    last = requests * (1 + gamma)
+    """Time packed forwards of R, 2 R, ... (1 + gamma) R tokens of R requests, and of 1, 2, 4, ...
+    of as many, `context` cached ones before each -> StepCosts, a callable B -> SPS(B)"""
     cache = RaggedCache(requests, context + 1 + gamma)
 
     def step(size):
@@ -1205,8 +1211,9 @@ def profile_steps_per_second(target, requests=1, gamma=7, context=128, repeats=3
         return seconds["all"]
 
     with packed(target):
-        sizes = sorted({requests, last, *(2**i for i in range(last.bit_length()))})
-        return StepCosts(sizes, median_seconds(step, sizes, repeats))
+        sizes = {2**i for i in range(requests.bit_length())}  # while fewer requests are left
+        sizes = sorted(sizes | {requests * (1 + k) for k in range(1 + gamma)})
+        return StepCosts(sizes, median_seconds(step, sizes, repeats), requests)
 
 def profile_draft_seconds(target, draft, requests=1, repeats=3, temperature=0.0, markov_top_k=0):
     """What drafting adds to a round of one request and of R: all but the target's forward, in the

@@ -323,7 +323,8 @@ def cost_tables(args, target, draft, requests):
         with explained(f"no costs in {args.costs}: expected --json of --bench --concurrency "
                        f"{requests}"):
             saved = json.loads(args.costs.read_text())["costs"][str(requests)]
-            costs, drafting = (StepCosts(one["sizes"], one["measured"]) for one in saved)
+            costs, drafting = (
+                StepCosts(one["sizes"], one["measured"], one["low"]) for one in saved)
     else:
         costs = profile_steps_per_second(target, requests, draft.config.gamma)
         drafting = profile_draft_seconds(target, draft, requests, temperature=args.temperature,
@@ -334,7 +335,7 @@ def cost_tables(args, target, draft, requests):
 def schedules(gamma, requests, costs, drafting):
     """What is compared: name -> schedule"""
     def rounds_per_second(size):
-        return 1 / (drafting.seconds(requests) + costs.seconds(size))
+        return 1 / (drafting.seconds(requests) + costs.stairs(size))
     fixed = {f"first {k}": k for k in range(1, 1 + gamma)}
     return {"plain": 0, **fixed, "threshold 0.5": 0.5, "prefix": "prefix",
             "stale budget": StaleBudget(rounds_per_second)}
@@ -388,8 +389,9 @@ def bench(args, target, draft, prompts, stops):
             (args, target, draft, batch, stops), draft.config.gamma, requests, tables)
         print_table([(f"{requests} at a time: {name}", row) for name, row in rows.items()])
         report["rows"] += [dict(requests=requests, schedule=name, **rows[name]) for name in rows]
-        report["costs"][requests] = [dict(sizes=one.sizes, measured=one.measured, fitted=one.fitted)
-                                     for one in tables]
+        report["costs"][requests] = [
+            dict(sizes=one.sizes, measured=one.measured, fitted=one.fitted, low=one.low)
+            for one in tables]
         best = max(rows, key=lambda name: rows[name]["times_plain"])
         gain = f"{best} ({rows[best]['times_plain']:.2f} times plain decoding)"
         words.append(f"at {requests} {'nothing beats plain' if best == 'plain' else gain}")
