@@ -8,15 +8,16 @@ its own and only arrives faster. The draft is a backbone that proposes a block i
 from top to bottom; the objective (sec. 3.3) is in train.py.
 
 Paper symbol, name here, meaning
-    M_t, M_d   target, draft     frozen large model, small draft model
+    M_t, M_d   target, draft     large model, frozen; small model
+    p_t, p_d   p, q              their distributions of the next token
     gamma      gamma             drafts per block: block_size if the anchor's slot predicts, or - 1
     x_0        anchor            the target's last token; its hidden state does not exist yet
     h_k, U_k   hidden, base      backbone state and base logits of slot k
     B_k        bias              Markov head's logit bias of slot k
-    c_k        confidence        P(slot k is accepted | all slots before it were)
+    c_k        confidence        P(slot k accepted | all before it were); its label: sum min(p, q)
     a_{r,j}    survival          c_{r,1} * ... * c_{r,j}
     l_r        lengths           drafts of request r that are sent to verification, 0..gamma
-    SPS(B)     steps_per_second  target forwards per second when each carries B tokens
+    SPS(B)     steps_per_second  target forwards per second when each carries B tokens in all
     tau        accepted_length   tokens committed per round, the target's own token included
 Shapes, at the end of the line that changes them
     B sequences   S positions       N anchors      K slots of a block = block_size   M any rows
@@ -27,7 +28,7 @@ Where we differ from the public code (speculators 0.9.0, DeepSpec), and why
     * confidence labels use the target's probability over all of V, as acceptance itself does;
     * a slot is supervised by the token it predicts (speculators: by the slot's own position), and
       losses are weighted means, sum(w * term) / sum(w) (speculators divides by the slot count);
-    * verification is packed: R + sum(l_r) tokens in one row, whatever the longest l_r is.
+    * verification is packed: R + sum(l_r) tokens in one row; only attention pads to the longest.
 """
 import contextlib
 import dataclasses
@@ -145,9 +146,9 @@ def draw(weights, uniform):
 def accept(tokens, lengths, q, p, uniforms):
     """The acceptance rule for R requests at once; `verify` is this for one.
 
-    tokens [R, g], of which lengths [R] count, drawn from q [R, g, V]; p [R, g + 1, V]; uniforms
-    [R, g + 1] -> accepted, next_token [R]. At temperature 0 both are one-hot: then p is the argmax
-    [R, g + 1] of the target, which a draft must equal, and q is not needed."""
+    tokens [R, g], of which lengths [R] count, drawn from the draft's q [R, g, V]; the target's p
+    [R, g + 1, V]; uniforms [R, g + 1] -> accepted, next_token [R]. At temperature 0 both are
+    one-hot: p is then the target's argmax [R, g + 1], which a draft must equal; q is not used."""
     (rows, g), greedy = tokens.shape, p.dim() == 2
     each, slot = (torch.arange(n, device=tokens.device) for n in (rows, g))
     if greedy:
@@ -185,8 +186,9 @@ def verify(draft_tokens, draft_probs, target_probs, generator=None, uniforms=Non
 def visibility(position, document, context_position, context_document, config, window=0):
     """What each slot may attend to: the one rule for training and drafting.
 
-    A slot of the block anchored at `position` sees its own block and the context of its document
-    STRICTLY before the anchor, whose target state does not exist yet when drafting. A sliding layer
+    A slot of the block anchored at `position` sees all slots of its block, no other block, and the
+    context (target states) of its document STRICTLY before the anchor, whose own state does not
+    exist yet when drafting. A sliding layer
     (published drafts have them) sees the last `window` of those rows, maybe its block causally; in
     z-lab's checkpoints the window ends at the slot itself.
     position, document [B, N] of the anchors; context_* [B, S] -> bool [B, N K, S + N K]"""
@@ -295,7 +297,7 @@ class VanillaHead(nn.Module):
         return self.step(prev, hidden)[0]  # without a state all slots are one call
 
 class GatedHead(VanillaHead):
-    """Vanilla plus a gate: the backbone state decides how much of the previous token counts."""
+    """Vanilla plus a gate per rank: B_k = W2 (sigmoid(W [h_k ; W1[prev]]) * W1[prev])."""
     def __init__(self, config):
         super().__init__(config)
         self.gate_proj = nn.Linear(config.hidden_size + config.markov_rank, config.markov_rank)
@@ -305,7 +307,8 @@ class GatedHead(VanillaHead):
         return gate * embedding, state
 
 class RNNHead(VanillaHead):
-    """Vanilla plus a memory: a gated state carries the earlier tokens of the block (eq. 6)."""
+    """Vanilla plus a memory s of the block's earlier tokens: B_k = W2 tanh(o), with o and the next
+    s from s, W1[prev] and h_k (eq. 6)."""
     def __init__(self, config):
         super().__init__(config)
         rank = config.markov_rank
@@ -332,7 +335,7 @@ MARKOV_HEADS = {"vanilla": VanillaHead, "gated": GatedHead, "rnn": RNNHead}
 DraftOutput = namedtuple("DraftOutput", "hidden logits confidence_logits")
 # tokens [R, g] target ids, drawn from q [R, g, V] (None if greedy); confidence logits [R, g] | None
 # and hidden [R, K, d], from which `heads` can tell what it saw in each slot
-Proposal = namedtuple("Proposal", "tokens q confidence hidden", defaults=[None])
+Proposal = namedtuple("Proposal", "tokens q confidence_logits hidden", defaults=[None])
 
 class DSparkDraft(nn.Module):
     """The draft model M_d. Embedding and LM head are the target's: shared, frozen, not saved."""
@@ -436,7 +439,7 @@ class DSparkDraft(nn.Module):
         return confidence_logits.float().sigmoid()
 
     def previous_tokens(self, input_ids, anchors):
-        """The token at p + k when sampling from the anchor, else at p + k - 1 -> [B, N, K]"""
+        """The token before the one slot k predicts; anchors index the row -> [B, N, K]"""
         slot = torch.arange(self.config.block_size, device=anchors.device)
         index = anchors[..., None] + (slot - self.config.first_slot).clamp(min=0)
         index = index.clamp(max=input_ids.shape[1] - 1)
@@ -459,9 +462,9 @@ class DSparkDraft(nn.Module):
                 greedy=True):
         """Draft g tokens for R requests: the backbone once, then the heads slot by slot -> Proposal
 
-        anchors, position [R]; context: per layer cached keys, values [R, G, L, e], slot index =
-        position; uniforms [R, g]; filters: temperature, top_k, top_p; top > 0: only the best
-        candidates of each slot are walked, which is cheaper and lossless all the same."""
+        anchors (token ids), position [R]; context: per layer cached keys, values [R, G, L, e],
+        whose place is the position; uniforms [R, g]; filters: temperature, top_k, top_p; top > 0:
+        walk the best candidates of each slot only, which is cheaper and as lossless."""
         slots = torch.arange(context[0][0].shape[2], device=anchors.device).expand(len(anchors), -1)
         zero = torch.zeros_like(anchors)[:, None]  # every request is a row, so document 0
         block = (anchors[:, None], position[:, None], zero)
@@ -704,8 +707,8 @@ def fit_sts(confidence_logits, accepted, grid=None, check=None):
     confidence_logits [N, gamma], accepted [N] drafts of full-block rounds -> temperatures [gamma].
     T_k is the value of the grid (0.25, 0.30 .. 4.00) with the least ECE of prod_{i<=k}
     sigmoid(logit_i / T_i) against "at least k were accepted", earlier T_i fixed. check: the same
-    two of rounds not used for fitting; a T_k that does not help there becomes 1 before k + 1 is
-    fitted, else later ones would belong to a chain that is never deployed."""
+    two of rounds not used for fitting; a T_k that lowers no error there becomes 1 before k + 1 is
+    fitted, since T_{k+1} must fit the T_1 .. T_k that will be used."""
     grid = torch.arange(25, 401, 5, dtype=torch.float64) / 100 if grid is None else grid
     rounds = [(confidence_logits.double(), accepted)] + ([check] if check else [])
     survival, chosen = [1.0 for _ in rounds], []
@@ -735,8 +738,8 @@ def calibration_report(confidence_logits, accepted, temperatures):
     return report
 
 def rank_candidates(confidence, steps_per_second):
-    """Algorithm 1's candidates (r, j): [R, gamma] = c_{r,j} -> order [gamma R], in which entry i is
-    a draft of request i % R, and Theta after admitting 0, 1, 2, ... of them."""
+    """Algorithm 1's candidates: c_{r,j} [R, gamma] -> order [gamma R], best first, of the numbers
+    (j - 1) R + r, and Theta = tau SPS(B), the batch's tokens per second, with 0, 1, .. admitted."""
     rows = len(confidence)
     survival = confidence.double().cumprod(1)  # a_{r,j}
     # Sorted, descending; the stable sort in (j, r) order breaks ties by smaller j, then smaller r.
@@ -749,11 +752,12 @@ def rank_candidates(confidence, steps_per_second):
 def schedule_prefixes(confidence, steps_per_second):
     """Algorithm 1: how many drafts of each request to verify, so that tokens per second peak.
 
-    confidence [R, gamma] = c_{r,j}; steps_per_second: int B -> SPS(B) -> lengths [R]. The stop at
-    the first non-improvement keeps it lossless (Appendix A): whether x_k is admitted may not depend
-    on x_k, and c_{k+1} does, through W1[x_k]. A search over all lengths would look at it: with R =
-    1, c_1 = 0.8, SPS 1, 0.5, 0.45 and c_2 = 0.9 after one first draft and 0 after the other, it
-    verifies both drafts or none, depending on the first, and 0.7 becomes 0.85 in the output."""
+    confidence [R, gamma] = c_{r,j}; steps_per_second: int B -> SPS(B) -> lengths [R]. Lossless, as
+    it stops at the first non-improvement (Appendix A): whether x_k is verified may not depend on
+    x_k, but c_{k+1} does, through W1[x_k]. A search over all lengths lets c_2 decide about x_1:
+    with R = 1, SPS(1, 2, 3) = 1, 0.5, 0.45, tokens a and b with p = (0.7, 0.3) and q = (0.5, 0.5),
+    c_1 = 0.8, c_2 = 0.9 after a and 0 after b, it verifies only after a, and a comes out with
+    probability 0.5 + 0.5 * 0.7 = 0.85."""
     order, throughput = rank_candidates(confidence, steps_per_second)
     improves = throughput[1:] > throughput[:-1]
     admitted = int(improves.long().cumprod(0).sum())  # up to the first that does not
@@ -775,10 +779,10 @@ class StaleBudget:
         return torch.bincount(order[: round(budget)] % rows, minlength=rows)
 
 class DraftSwitch:
-    """Whether to draft at all. Algorithm 1 takes the drafts as given, and their cost with them; a
-    weak draft or a full batch can make that a loss. So rounds are counted as tokens earned against
-    those that plain decoding would have written in the same time, R t_round / t_plain, and below
-    par no round drafts, but for a probe now and then, rarer each time it fails. The past alone
+    """Whether to draft at all. Algorithm 1 takes the drafts, and what they cost, as given; a weak
+    draft or a full batch can lose. So over the last 32 requests' rounds the tokens won are compared
+    with what plain decoding writes in that time, R t_round / t_plain a round. Where they are fewer,
+    rounds go without drafts, but for a probe after 16, then 32, 64, 128 of them. The past alone
     decides, so the text stays the target's; times come from the tables, so runs can be repeated."""
     def __init__(self, step_seconds, draft_seconds):
         self.step_seconds, self.draft_seconds = step_seconds, draft_seconds
@@ -786,7 +790,7 @@ class DraftSwitch:
 
     def wants_draft(self):
         seen, earned, par = map(sum, zip((0, 0, 0), *self.past))
-        if seen < 32 or earned >= par:  # 32 requests' rounds: one is mostly chance
+        if seen < 32 or earned >= par:
             self.patience = 16
             return True
         self.idle = (self.idle + 1) % self.patience
@@ -853,7 +857,7 @@ class Plan:
         return self.biases[key]
 
 class RaggedCache:
-    """Keys and values [rows, G, slots, e] per layer; the slot index IS the position. Rolling back
+    """Keys and values [rows, G, places, e] per layer; the place IS the position. Rolling back
     is not writing: what lies beyond the committed tokens is never visible and gets overwritten."""
     def __init__(self, rows, slots):
         self.rows, self.slots, self.layers, self.plan = rows, slots, {}, None
@@ -1073,16 +1077,17 @@ def generate(target, draft, prompts, max_new_tokens, temperature=0.0, top_k=0, t
                 anchors = torch.tensor([one.tokens[-1] for one in live], device=device)  # [R]
                 starts = [len(one.prompt) + len(one.tokens) - 1 for one in live]
                 u = torch.rand(len(live), 2 * g + 1, **noise).to(device)
-                drafts, confidence, logits = anchors.new_zeros(len(live), 0), None, None
-                q, hidden = None, None
+                drafts, q, hidden = anchors.new_zeros(len(live), 0), None, None
+                confidence, trust_logits = None, None
                 drafting = draft and (switch is None or switch.wants_draft())
                 if drafting:
                     views = [context.view(i, 0, len(live), max(starts)) for i in context.layers]
                     where = torch.tensor(starts, device=device)
-                    drafts, q, logits, hidden = draft.propose(
+                    drafts, q, trust_logits, hidden = draft.propose(
                         anchors, where, views, g, u[:, g + 1 :], filters, markov_top_k,
                         greedy_draft)
-                    confidence = None if logits is None else draft.calibrated(logits, temperature)
+                    if trust_logits is not None:
+                        confidence = draft.calibrated(trust_logits, temperature)
                 # 3. Schedule: what to verify is decided, and cut, before the target runs.
                 lengths = choose_lengths(schedule, confidence, drafts.shape[1], len(live),
                                          steps_per_second, draft_seconds)
@@ -1104,7 +1109,7 @@ def generate(target, draft, prompts, max_new_tokens, temperature=0.0, top_k=0, t
                 if drafting and switch:
                     switch.record(lengths, len(live) + sum(row[0] for row in table))
                 if on_round:
-                    trust = (x if x is None else x.tolist() for x in (confidence, logits))
+                    trust = (x if x is None else x.tolist() for x in (confidence, trust_logits))
                     on_round(Round([*live], anchors.tolist(), drafts.tolist(), lengths, *trust,
                                    accepted.tolist(), token.tolist(), hidden))
             # 6. Leave: the last live request moves into the row of one that is done.

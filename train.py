@@ -76,8 +76,8 @@ def slot_terms(logits, target_logits, labels, draft_ids, names=("ce", "tv", "kl_
 
     logits [M, K, D], target_logits [M, K, V] (or [M, K, D] with norm, their logsumexp over V),
     labels [M, K] target ids -> {name: [M, K]}: ce (eq. 9; 0 where the true token has no draft id),
-    tv = 1 - sum min(p_d, p_t), half the L1 distance that eq. 10 weighs, kl_div, and accept = c*
-    (eq. 8), which takes p_t over all of V.
+    tv = 1 - sum min(p_d, p_t) over D, half the L1 distance that eq. 10 weighs, kl_div, and accept =
+    c* = sum min(p_d, p_t) with p_t normalised over all of V (eq. 8).
     """
     log_d, scores = logits.float().log_softmax(-1), target_logits.float()
     norm = scores.logsumexp(-1) if norm is None else norm  # [M, K], over all of V
@@ -106,7 +106,8 @@ def teacher_head(draft, states, where):
     return (head if len(draft.draft_ids) == len(head) else head[draft.draft_ids]), norm[inverse]
 
 def block_loss(draft, hidden, head, blocks, weights, norms):
-    """The share of M blocks in the loss (eq. 12), and their sums. hidden [M, K, d]"""
+    """M blocks' part of the loss (eq. 12), and sums. hidden [M, K, d]; weights and norms: of the
+    terms, weight [M, K]: of the slots."""
     prev, labels, teacher, norm, weight, supervised = blocks
     logits, confidence = draft.heads(hidden, prev)
     with torch.autocast(hidden.device.type, enabled=False):
@@ -159,7 +160,7 @@ def dspark_loss(draft, features, target_hidden, input_ids, loss_mask, anchors, a
 
     features [B, S, n d]; target_hidden [B, S, d], the target's last states AFTER its final norm;
     input_ids, loss_mask [B, S]; anchors, anchor_valid [B, N] -> loss, metrics {ce, tv, kl_div,
-    confidence, accept@k, tau, ...}. Slot i weighs exp(-i / decay), as in both public codes.
+    confidence, accept@k, tau, ...}. The i-th predicting slot, from 0, weighs exp(-i / decay).
     chunk_blocks: how many blocks' [K, V] tensors exist at a time; the result is the same.
     """
     weights, config = dict(loss_fn or {"ce": 0.1, "tv": 0.9}), draft.config
