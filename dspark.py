@@ -780,7 +780,7 @@ class StaleBudget:
 
 class DraftSwitch:
     """Whether to draft at all. Algorithm 1 takes the drafts, and what they cost, as given; a weak
-    draft or a full batch can lose. So over the last 32 requests' rounds the tokens won are compared
+    draft or a full batch can lose. So over the last 64 requests' rounds the tokens won are compared
     with what plain decoding writes in that time, R t_round / t_plain a round. Where they are fewer,
     rounds go without drafts, but for a probe after 16, then 32, 64, 128 of them. The past alone
     decides, so the text stays the target's; times come from the tables, so runs can be repeated."""
@@ -790,7 +790,7 @@ class DraftSwitch:
 
     def wants_draft(self):
         seen, earned, par = map(sum, zip((0, 0, 0), *self.past))
-        if seen < 32 or earned >= par:
+        if seen < 64 or earned >= 0.97 * par:  # within chance, drafting goes on
             self.patience = 16
             return True
         self.idle = (self.idle + 1) % self.patience
@@ -803,7 +803,7 @@ class DraftSwitch:
         rows = len(lengths)
         seconds = self.draft_seconds(rows) + self.step_seconds(rows + sum(lengths))
         self.past.append((rows, committed, rows * seconds / self.step_seconds(rows)))
-        while sum(seen for seen, *_ in self.past) >= 32 + self.past[0][0]:
+        while sum(seen for seen, *_ in self.past) >= 64 + self.past[0][0]:
             self.past.popleft()
 
 def choose_lengths(schedule, confidence, g, rows, steps_per_second, draft_seconds):

@@ -822,7 +822,7 @@ def test_drafting_stops_where_it_loses_and_is_probed_ever_more_rarely():
         if asked[-1]:
             switch.record([0, 0, 0, 0], 4)  # nothing is ever accepted: 4 tokens for the price of 6
     places = [i for i, draft in enumerate(asked) if draft]
-    assert places == [*range(8), 23, 55, 119, 247]
+    assert places == [*range(16), 31, 63, 127, 255]
     for _ in range(32):
         switch.record([2, 2, 2, 2], 12)
     assert all(switch.wants_draft() for _ in range(20))
