@@ -332,8 +332,8 @@ def test_cached_drafting_equals_deepspec_and_zlab(name):
         gamma = draft.config.gamma
         out = draft.propose(anchor, at, context, gamma, torch.zeros(1, gamma))
         assert torch.equal(out.tokens, step.get("sampled_tokens", step.get("draft_tokens")))
-        if out.confidence is not None:
-            close(out.confidence, step["confidence_logits"])
+        if out.confidence_logits is not None:
+            close(out.confidence_logits, step["confidence_logits"])
 
 @each("kind", ["vanilla", "gated", "rnn"])
 def test_one_step_serves_few_candidates_and_the_whole_vocabulary(kind):
@@ -365,11 +365,12 @@ def drafted_blocks(target, draft, **options):
     blocks, known = [], collections.defaultdict(lambda: 1)
     def on_round(now):
         q = seen[-1].q
-        close(torch.tensor(now.confidence), seen[-1].confidence.sigmoid())
+        close(torch.tensor(now.confidence), seen[-1].confidence_logits.sigmoid())
         for i, one in enumerate(now.requests):
             text = [*one.prompt, *one.tokens[: known[id(one)]]]
             known[id(one)] = len(one.tokens)
-            blocks.append((text, now.drafts[i], q if q is None else q[i], seen[-1].confidence[i]))
+            blocks.append((text, now.drafts[i], q if q is None else q[i],
+                           seen[-1].confidence_logits[i]))
     with proposals(draft) as seen:
         generate(target, draft, make_prompts(3), 9, schedule=ragged, on_round=on_round, **options)
     return blocks
