@@ -850,7 +850,7 @@ def test_rounds_without_drafting_keep_the_drafts_context_current():
     text, always, blocks = decode(None)
     same, rarely, probes = decode(lambda rows: 50.0)
     assert same == text == write(make_target(), None, make_prompts(3), 90)
-    assert always.drafted == always.rounds * GAMMA and rarely.drafted < 0.4 * always.drafted
+    assert always.drafted == always.rounds * GAMMA and rarely.drafted < 0.6 * always.drafted
     assert len(probes) > 30 and len(set(probes) & set(blocks)) > 20
     assert all(blocks[place] == probes[place] for place in set(probes) & set(blocks))
 
