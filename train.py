@@ -425,17 +425,24 @@ def epoch_steps(documents, epoch, args):
     return [rows[i : i + args.batch_size] for i in range(0, len(rows), args.batch_size)]
 
 @torch.no_grad()
-def target_states(target, layer_ids, row):
+def target_states(target, layer_ids, row, keep=False):
     """One packed forward of the frozen target over a row of documents -> features [1, S, n d],
-    target_hidden [1, S, d] after the final norm"""
-    counts, device = [len(document["ids"]) for document in row], target.device
-    ids = torch.tensor([token for document in row for token in document["ids"]], device=device)
-    plan = dspark.Plan(0, [0] * len(row), counts, device)
+    target_hidden [1, S, d] after the final norm. keep: with the documents, for the next epoch."""
+    new, device = [document for document in row if "states" not in document], target.device
     layers, d = [*layer_ids, target.config.num_hidden_layers - 1], target.config.hidden_size
-    with dspark.packed(target):
-        cache, first = dspark.RaggedCache(len(row), max(counts)), ids[:1] * 0
-        _, states = dspark.run_target(target, cache, layers, ids, plan, first)  # few logits
-    return states[None].split([states.shape[-1] - d, d], -1)
+    if new:
+        counts = [len(document["ids"]) for document in new]
+        ids = torch.tensor([token for document in new for token in document["ids"]], device=device)
+        plan = dspark.Plan(0, [0] * len(new), counts, device)
+        cache = dspark.RaggedCache(len(new), max(counts))
+        with dspark.packed(target):
+            _, states = dspark.run_target(target, cache, layers, ids, plan, ids[:1] * 0)  # 1 logit
+        for document, part in zip(new, states.split(counts)):
+            document["states"] = part.clone()
+    states = torch.cat([document["states"] for document in row])[None]
+    for document in row if not keep else ():
+        del document["states"]
+    return states.split([states.shape[-1] - d, d], -1)
 
 def row_loss(draft, target, row, epoch, args):
     """-> loss, metrics; None where the row has no anchor"""
@@ -446,7 +453,7 @@ def row_loss(draft, target, row, epoch, args):
     anchors, valid = sample_anchors(mask, numbers, args.max_anchors, [generator])
     if not valid.any():
         return None
-    states = target_states(target, draft.config.target_layer_ids, row)
+    states = target_states(target, draft.config.target_layer_ids, row, args.keep_states)
     with torch.autocast(ids.device.type, torch.bfloat16, enabled=args.dtype == "bfloat16"):
         return dspark_loss(
             draft, *states, ids, mask, anchors, valid, numbers, places, args.loss_fn,
@@ -485,7 +492,8 @@ def train(draft, target, documents, prompts, args):
     last.parent.mkdir(parents=True, exist_ok=True)
     optimizer = torch.optim.AdamW(draft.parameters(), lr=args.lr, weight_decay=0.0)
     steps = args.max_steps or args.epochs * len(epoch_steps(documents, 0, args))
-    run = dict(vars(args), documents=digest(documents), **dict.fromkeys(MAY_CHANGE))
+    texts = digest([document["ids"] for document in documents])
+    run = dict(vars(args), documents=texts, **dict.fromkeys(MAY_CHANGE))
     first = resume(last, draft, optimizer, run) if args.resume else 0
     print(f"{folder}: {sum(p.numel() for p in draft.parameters()):,} parameters, step {first} of "
           f"{steps}, gamma {draft.config.gamma}, reads layers {ids} (speculators: "
@@ -679,8 +687,8 @@ def evaluate(target, draft, prompts, plain, args):
 TINY = dict(
     save_path="output/tiny", block_size=7, num_layers=2, target_layer_ids=[0, 4, 6], lr=1e-2,
     draft_vocab_size=0, markov_rank=64, markov_std=0.1, max_steps=420, max_anchors=96,
-    chunk_blocks=0, total_seq_len=1280, loss_fn={"kl_div": 0.5, "tv": 1.0}, max_samples=800,
-    eval_samples=24, answer_max_new_tokens=110, eval_max_new_tokens=110)
+    chunk_blocks=0, keep_states=True, total_seq_len=1280, loss_fn={"kl_div": 0.5, "tv": 1.0},
+    max_samples=800, eval_samples=24, answer_max_new_tokens=110, eval_max_new_tokens=110)
 CHATML = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
           "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
 
@@ -793,6 +801,8 @@ def parser():
     add("--warmup-ratio", type=float, default=0.04, help="share of the steps that warm up")
     add("--total-seq-len", type=int, default=4096, help="tokens of a row of packed documents")
     add("--batch-size", type=int, default=1, help="rows per step, one after another")
+    add("--keep-states", action="store_true", help="keep the target's states of all documents in "
+        "memory, (n + 1) d numbers a token, instead of computing them in every epoch")
     add("--seed", type=int, default=0, help="seed of every random draw")
     add("--dtype", choices=["auto", "float32", "bfloat16"], default="auto", help="bfloat16 on CUDA")
     add = p.add_argument_group("results").add_argument
