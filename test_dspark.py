@@ -14,6 +14,7 @@ import math
 import os
 import pathlib
 import random
+import re
 import subprocess
 import sys
 import tempfile
@@ -1655,3 +1656,23 @@ def test_bench_writes_its_columns_and_plots_follow(demo_folder, tmp_path, capsys
     assert "training: not drawn" in capsys.readouterr().out
     for name in ("acceptance", "threshold", "reliability", "throughput", "budget"):
         assert (tmp_path / f"{name}.png").stat().st_size > 1000
+
+# --------------------------------------------------------------------------------------- README
+
+def test_every_flag_named_in_the_readme_exists(capsys):
+    """Pitfall 42, with the flags in testdata/smollm2.args."""
+    text = (DATA.parent.parent / "README.md").read_text()
+    known = {}
+    for name, parse in (("train.py", train.parser().parse_args),
+                        ("serve_demo.py", serve_demo.parse_arguments)):
+        with pytest.raises(SystemExit):
+            parse(["--help"])
+        known[name] = set(re.findall(r"--[a-z][a-z-]+", capsys.readouterr().out))
+    flags = set(re.findall(r"(?<=[ `])--[a-z][a-z_-]+", text))
+    flags -= {"--speculative-config", "--nproc_per_node"}  # of vLLM and torchrun
+    assert flags <= known["train.py"] | known["serve_demo.py"] and len(flags) > 10
+    for name in known:
+        for line in re.findall(rf"python {name}([^`#\n]*)", text):
+            assert set(re.findall(r"--[a-z][a-z-]+", line)) <= known[name]
+    args = train.parser().parse_args([f"@{DATA.parent / 'smollm2.args'}"])
+    assert args.compare == ["vanilla", "dflash"] and args.loss_fn == {"kl_div": 0.5, "tv": 1.0}

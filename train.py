@@ -759,7 +759,8 @@ def tiny_facts(target, documents, texts, gamma):
 # ------------------------------------------------------------------------------- the command line
 
 def parser():
-    p = argparse.ArgumentParser(description="Train a DSpark draft for a causal language model.",
+    p = argparse.ArgumentParser(description="Train a DSpark draft for a causal language model. "
+                                "@FILE stands for the flags in it.", fromfile_prefix_chars="@",
                                 formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     p.error = stop
     switch = dict(action=argparse.BooleanOptionalAction)
