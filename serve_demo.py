@@ -375,10 +375,12 @@ def plot(folder):
 
 def draw(folder, name, across, up, lines):
     with explained("--plot needs matplotlib (pip install matplotlib)"):
+        from matplotlib import colormaps
         from matplotlib.figure import Figure
     if not lines:
         return print(f"{name}: not drawn, its data is not in {folder}")
     axes = Figure(figsize=(6, 4), layout="constrained").subplots()
+    axes.set_prop_cycle(color=colormaps["tab20"].colors)  # up to 20 lines that differ
     for line, points in lines.items():
         axes.plot(*zip(*points), ".-", label=line)
     axes.set(xlabel=across, ylabel=up)
