@@ -224,7 +224,7 @@ def serve(args, target, draft, prompts, tokenizer, texts):
                      pieces=pieces(tokenizer, one.tokens), plain_tokens=other.tokens)
                 for text, one, other in zip(texts, results, others)]
     show(requests)
-    shares = total(results).acceptance_by_position
+    shares = total(results).acceptance_by_position if rounds else []
     print("\nall: acceptance by position", *(f"{share:.2f}" for share in shares))
     print_speeds(at_a_time, dict(speculative=fast, plain=plain))
     parted = compare(args, target, results, others)
