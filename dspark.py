@@ -188,9 +188,8 @@ def visibility(position, document, context_position, context_document, config, w
 
     A slot of the block anchored at `position` sees all slots of its block, no other block, and the
     context (target states) of its document STRICTLY before the anchor, whose own state does not
-    exist yet when drafting. A sliding layer
-    (published drafts have them) sees the last `window` of those rows, maybe its block causally; in
-    z-lab's checkpoints the window ends at the slot itself.
+    exist yet when drafting. A sliding layer (published drafts have them) sees the last `window` of
+    those rows, maybe its block causally; in z-lab's checkpoints the window ends at the slot itself.
     position, document [B, N] of the anchors; context_* [B, S] -> bool [B, N K, S + N K]"""
     blocks, size = position.shape[1], config.block_size
     sees = context_position[:, None] < position[..., None]  # [B, N, S]
@@ -811,9 +810,10 @@ def choose_lengths(schedule, confidence, g, rows, steps_per_second, draft_second
     if confidence is None or schedule == "full" or isinstance(schedule, int):
         return [g] * rows
     if schedule == "prefix":
-        rate = steps_per_second
-        if draft_seconds:  # tokens per second of the whole round, not of its target forward
-            rate = lambda size: 1 / (draft_seconds(rows) + 1 / steps_per_second(size))  # noqa: E731
+        def rounds_per_second(size):
+            return 1 / (draft_seconds(rows) + 1 / steps_per_second(size))
+
+        rate = rounds_per_second if draft_seconds else steps_per_second
         lengths = schedule_prefixes(confidence, rate)
     elif callable(schedule):
         lengths = torch.as_tensor(schedule(confidence))
@@ -1006,7 +1006,7 @@ def check_request(target, draft, prompts, max_new_tokens, schedule, sampling):
 def generate(target, draft, prompts, max_new_tokens, temperature=0.0, top_k=0, top_p=1.0,
              stop_token_ids=(), schedule="full", steps_per_second=None, draft_seconds=None,
              max_concurrency=None, markov_top_k=0, draft_sampling="sample", generator=None,
-             on_round=None, on_done=None):
+             on_round=None):
     """Decode all prompts, batched and lossless -> one Generation per prompt, in order. draft=None
     is plain decoding by the same lines. ValueError for bad input; the target is left as found.
 
@@ -1017,7 +1017,7 @@ def generate(target, draft, prompts, max_new_tokens, temperature=0.0, top_k=0, t
     without either both are measured first, and only then is a clock read.
     max_concurrency requests run at once, others join as places become free. generator: makes
     temperature > 0 repeatable. draft_sampling "argmax": greedy proposals, one-hot q. markov_top_k:
-    walk only so many candidates. on_round(Round) after each round, on_done(Generation)."""
+    walk only so many candidates. on_round(Round) is called after each round."""
     filters, sampling = (temperature, top_k, top_p), (markov_top_k, draft_sampling)
     prompts, g = check_request(target, draft, prompts, max_new_tokens, schedule, filters + sampling)
     draft = draft if g else None
@@ -1115,8 +1115,6 @@ def generate(target, draft, prompts, max_new_tokens, temperature=0.0, top_k=0, t
             # 6. Leave: the last live request moves into the row of one that is done.
             for row in reversed(range(len(live))):
                 if live[row].done:
-                    if on_done:
-                        on_done(live[row])
                     cache.move(len(live) - 1, row)
                     context.move(len(live) - 1, row)
                     live[row] = live[-1]

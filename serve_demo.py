@@ -321,7 +321,8 @@ def bench(args, target, draft, prompts):
         report["rows"] += [dict(requests=requests, schedule=name, **rows[name]) for name in rows]
         report["costs"][requests] = [*map(vars, costs)]
         best = max(rows, key=lambda name: rows[name]["times_plain"])
-        words.append(f"at {requests} {best} ({rows[best]['times_plain']:.2f} times plain decoding)")
+        gain = f"{best} ({rows[best]['times_plain']:.2f} times plain decoding)"
+        words.append(f"at {requests} {'nothing beats plain decoding' if best == 'plain' else gain}")
     report["blocks"] = full_blocks(measure(*work, "full", requests)[2])
     print(f"\nFastest by requests at a time: {', '.join(words)}.")
     return report

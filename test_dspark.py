@@ -1536,6 +1536,7 @@ def test_a_killed_run_resumes_bit_for_bit(tmp_path, monkeypatch, capsys, saves):
     monkeypatch.setattr(torch, "save", save)
     weights = run_mini(tmp_path, "--checkpoint-every", "3", "--resume")
     assert same(weights, straight()[1]) and logged(tmp_path) == [*range(1, 9)]
+    assert (tmp_path / "checkpoints/best/model.safetensors").is_file()  # apart from the last
     assert ("starting from the beginning" in capsys.readouterr().out) == (saves == 0)
 
 def test_another_run_is_not_resumed(tmp_path):

@@ -494,7 +494,7 @@ def train(draft, target, documents, prompts, args):
     steps = args.max_steps or args.epochs * len(epoch_steps(documents, 0, args))
     texts = digest([document["ids"] for document in documents])
     run = dict(vars(args), documents=texts, **dict.fromkeys(MAY_CHANGE))
-    first = resume(last, draft, optimizer, run) if args.resume else 0
+    first, best = resume(last, draft, optimizer, run) if args.resume else (0, 0.0)
     print(f"{folder}: {sum(p.numel() for p in draft.parameters()):,} parameters, step {first} of "
           f"{steps}, gamma {draft.config.gamma}, reads layers {ids} (speculators: "
           f"{[k + 1 for k in ids]})")
@@ -523,9 +523,12 @@ def train(draft, target, documents, prompts, args):
                 update(draft, optimizer, step - 1, steps, args)
                 bar.set_postfix(loss=f"{metrics['loss']:.3f}", tau=f"{metrics['tau']:.2f}")
             if args.checkpoint_every and step % args.checkpoint_every == 0 and rank() == 0:
-                save(last, draft, optimizer, step, run)
                 length = total(decode(target, draft, prompts[:8], args, 0.0)[0]).accepted_length
                 tqdm.write(f"step {step}: accepted length {length:.2f} on held-out prompts")
+                if length > best:
+                    best = length
+                    draft.save_pretrained(last.with_name("best"))
+                save(last, draft, optimizer, step, best, run)
     if skipped:
         print(f"{skipped} steps had no anchor and changed nothing")
     if rank() == 0:
@@ -533,24 +536,25 @@ def train(draft, target, documents, prompts, args):
 
 MAY_CHANGE = ("resume", "save_path", "checkpoint_every")  # between a run and its continuation
 
-def save(path, draft, optimizer, step, run):
+def save(path, draft, optimizer, step, best, run):
     """Complete under another name, then renamed: a kill while saving costs nothing."""
-    state = dict(draft=draft.state_dict(), optimizer=optimizer.state_dict(), step=step, run=run)
-    torch.save(state, path.with_suffix(".tmp"))
+    state = dict(draft=draft.state_dict(), optimizer=optimizer.state_dict(), run=run)
+    torch.save(dict(state, step=step, best=best), path.with_suffix(".tmp"))
     os.replace(path.with_suffix(".tmp"), path)
 
 def resume(path, draft, optimizer, run):
-    """Go on from a checkpoint -> steps done, 0 for a run that was killed before its first one"""
+    """Go on from a checkpoint -> steps done, 0 for a run that was killed before its first one; the
+    best accepted length so far"""
     if not path.exists():
         print(f"--resume: no checkpoint in {path} yet, starting from the beginning")
-        return 0
-    saved = torch.load(path, map_location="cpu")
+        return 0, 0.0
+    saved = torch.load(path, map_location="cpu", weights_only=True)  # tensors and plain values
     other = [f"{name} was {saved['run'].get(name)}, is {value}" for name, value in run.items()
              if saved["run"].get(name) != value]
     require(not other, f"--resume: {path} belongs to another run: {'; '.join(other)}")
     draft.load_state_dict(saved["draft"])
     optimizer.load_state_dict(saved["optimizer"])
-    return saved["step"]
+    return saved["step"], saved["best"]
 
 HEAD_FLAGS = ("markov_rank", "markov_head_type", "enable_confidence_head",
               "confidence_head_with_markov")
@@ -688,7 +692,7 @@ TINY = dict(
     save_path="output/tiny", block_size=7, num_layers=2, target_layer_ids=[0, 4, 6], lr=1e-2,
     draft_vocab_size=0, markov_rank=64, markov_std=0.1, max_steps=420, max_anchors=96,
     chunk_blocks=0, keep_states=True, total_seq_len=1280, loss_fn={"kl_div": 0.5, "tv": 1.0},
-    max_samples=800, eval_samples=24, answer_max_new_tokens=110, eval_max_new_tokens=110)
+    max_samples=800, eval_samples=16, answer_max_new_tokens=110, eval_max_new_tokens=110)
 CHATML = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
           "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
 
