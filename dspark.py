@@ -283,17 +283,17 @@ class VanillaHead(nn.Module):
         """embedding [..., r], hidden [..., d], state [..., r] or None -> latent [..., r], state"""
         return embedding, state
 
-    def step(self, prev, hidden, state=None, w2_rows=None):
-        """One slot, for training, drafting and tests; no state before slot 0. prev [...] target
-        ids, hidden [..., d] -> bias [..., D], or [..., C] with w2_rows [..., C, r]; state"""
-        latent, state = self.mix(self.markov_w1(prev), hidden, state)
+    def step(self, embedding, hidden, state=None, w2_rows=None):
+        """One slot, for training, drafting and tests; no state before slot 0. embedding [..., r] =
+        W1[prev], hidden [..., d] -> bias [..., D], or [..., C] with w2_rows [..., C, r]; state"""
+        latent, state = self.mix(embedding, hidden, state)
         if w2_rows is None:
             return self.markov_w2(latent), state
         return (w2_rows @ latent[..., None])[..., 0], state
 
-    def unroll(self, prev, hidden):
-        """A teacher-forced block: prev [M, K], hidden [M, K, d] -> bias [M, K, D]"""
-        return self.step(prev, hidden)[0]  # without a state all slots are one call
+    def unroll(self, embedding, hidden):
+        """A teacher-forced block: embedding [M, K, r], hidden [M, K, d] -> bias [M, K, D]"""
+        return self.step(embedding, hidden)[0]  # without a state all slots are one call
 
 class GatedHead(VanillaHead):
     """Vanilla plus a gate per rank: B_k = W2 (sigmoid(W [h_k ; W1[prev]]) * W1[prev])."""
@@ -320,10 +320,10 @@ class RNNHead(VanillaHead):
         keep = torch.sigmoid(gate)
         return torch.tanh(output), keep * state + (1 - keep) * torch.tanh(candidate)
 
-    def unroll(self, prev, hidden):
+    def unroll(self, embedding, hidden):
         biases, state = [], None
-        for prev_k, hidden_k in zip(prev.unbind(1), hidden.unbind(1)):
-            bias, state = self.step(prev_k, hidden_k, state)
+        for slot in zip(embedding.unbind(1), hidden.unbind(1)):
+            bias, state = self.step(*slot, state)
             biases.append(bias)
         return torch.stack(biases, 1)
 
@@ -407,25 +407,27 @@ class DSparkDraft(nn.Module):
         blocks = (row.gather(1, anchors) for row in (input_ids, position_ids, document_ids))
         return self.run_blocks(*blocks, context, position_ids, document_ids)
 
-    def heads(self, hidden, prev):
+    def heads(self, hidden, prev, embedding=None):
         """Teacher-forced: hidden [M, K, d], prev [M, K] (the token before the one a slot predicts)
-        -> U_k + B_k [M, K, D] (eq. 4), confidence logits [M, K] or None"""
+        -> U_k + B_k [M, K, D] (eq. 4), confidence logits [M, K] or None. embedding [M, K, r] is
+        W1[prev], looked up where it is not given."""
         logits = self.base_logits(hidden)
         if self.markov_head is not None:
-            logits = logits + self.markov_head.unroll(prev, hidden)
-        return logits, self.confidence(hidden, prev)
+            embedding = self.markov_head.markov_w1(prev) if embedding is None else embedding
+            logits = logits + self.markov_head.unroll(embedding, hidden)
+        return logits, self.confidence(hidden, embedding)
 
     def base_logits(self, hidden):
         """U_k = lm_head(h_k): [M, K, d] -> [M, K, D]. In 2-D, else F.linear copies the weights."""
         flat = hidden.flatten(0, 1).to(self.lm_head.dtype)
         return F.linear(flat, self.lm_head).unflatten(0, hidden.shape[:2])
 
-    def confidence(self, hidden, prev):
-        """Logit of c_k = sigmoid(w . [h_k ; W1[prev_k]] + b): [..., d], [...] -> [...] or None"""
+    def confidence(self, hidden, embedding):
+        """Logit of c_k = sigmoid(w . [h_k ; W1[prev_k]] + b): [..., d], [..., r] -> [...], None"""
         if self.confidence_head is None:
             return None
         if self.config.confidence_head_with_markov:
-            hidden = torch.cat([hidden, self.markov_head.markov_w1(prev)], -1)
+            hidden = torch.cat([hidden, embedding], -1)
         return self.confidence_head.proj(hidden)[..., 0]
 
     def calibrated(self, confidence_logits, temperature):
@@ -470,7 +472,7 @@ class DSparkDraft(nn.Module):
         states = self.run_blocks(*block, context, slots, zero)[:, 0]  # [R, K, d]
         first, markov, state, prev = self.config.first_slot, self.markov_head, None, anchors
         if first and markov is not None:  # slot 0 predicts nothing, but feeds the rnn
-            state = markov.step(prev, states[:, 0])[1]
+            state = markov.step(markov.markov_w1(prev), states[:, 0])[1]
         hidden = states[:, first : first + g]  # [R, g, d]
         base, rows = self.base_logits(hidden), None
         ids = self.draft_ids.expand(base.shape)  # [R, g, C]
@@ -478,7 +480,7 @@ class DSparkDraft(nn.Module):
             base, index = base.topk(top, dim=-1)
             ids = self.draft_ids[index]
             rows = None if markov is None else markov.markov_w2.weight[index]  # [R, g, C, r]
-        q, prevs, tokens = None, [], []
+        q, embeddings, tokens = None, [], []
         if filters[0] > 0:
             shape = (*base.shape[:2], len(self.embed_tokens))
             q = torch.zeros(shape, device=base.device)  # [R, g, V]
@@ -486,7 +488,8 @@ class DSparkDraft(nn.Module):
             logits = base[:, k]  # [R, C]
             if markov is not None:
                 few = None if rows is None else rows[:, k]
-                bias, state = markov.step(prev, hidden[:, k], state, few)
+                embeddings.append(markov.markov_w1(prev))  # [R, r]
+                bias, state = markov.step(embeddings[k], hidden[:, k], state, few)
                 logits = logits + bias  # eq. 4
             if greedy:
                 choice = logits.argmax(-1)  # [R]
@@ -497,10 +500,9 @@ class DSparkDraft(nn.Module):
             token = ids[:, k].gather(1, choice[:, None])  # [R, 1] target ids, for W1 and verify
             if q is not None:
                 q[:, k].scatter_(1, token if greedy else ids[:, k], q_k)
-            tokens.append(token[:, 0])
-            prevs.append(prev)
             prev = token[:, 0]
-        confidence = self.confidence(hidden, torch.stack(prevs, 1))
+            tokens.append(prev)
+        confidence = self.confidence(hidden, torch.stack(embeddings, 1) if embeddings else None)
         return Proposal(torch.stack(tokens, 1), q, confidence, states)
 
     def save_pretrained(self, folder):

@@ -342,8 +342,9 @@ def test_one_step_serves_few_candidates_and_the_whole_vocabulary(kind):
     assert isinstance(head, VanillaHead) and type(head) is MARKOV_HEADS[kind]
     prev, rows = (torch.randint(0, V, shape, generator=r) for shape in ((5,), (5, 7)))
     for hidden in torch.randn(3, 5, 32, generator=r):
-        some, _ = head.step(prev, hidden, state, head.markov_w2.weight[rows])
-        bias, state = head.step(prev, hidden, state)
+        embedding = head.markov_w1(prev)
+        some, _ = head.step(embedding, hidden, state, head.markov_w2.weight[rows])
+        bias, state = head.step(embedding, hidden, state)
         close(some, bias.gather(1, rows))
 
 # -------------------------------------------------------------- training forward equals drafting

@@ -71,49 +71,38 @@ def slot_labels(config, input_ids, loss_mask, anchors, anchor_valid, document_id
     predicts = slot >= config.first_slot
     return index, (fine | ~predicts).long().cumprod(-1).bool() & predicts
 
-def slot_terms(logits, target_logits, labels, draft_ids, names=("ce", "tv", "kl_div"), norm=None):
+def slot_terms(logits, target_logits, labels, draft_ids, names=("ce", "tv", "kl_div")):
     """The loss terms slot by slot, in float32: bf16 softmaxes cost up to 31 % gradient error.
 
-    logits [M, K, D], target_logits [M, K, V] (or [M, K, D] with norm, their logsumexp over V),
-    labels [M, K] target ids -> {name: [M, K]}: ce (eq. 9; 0 where the true token has no draft id),
-    tv = 1 - sum min(p_d, p_t) over D, half the L1 distance that eq. 10 weighs, kl_div, and accept =
-    c* = sum min(p_d, p_t) with p_t normalised over all of V (eq. 8).
+    logits [M, K, D], target_logits [M, K, V], labels [M, K] target ids -> {name: [M, K]}: ce (eq.
+    9; 0 where the true token has no draft id), tv = 1 - sum min(p_d, p_t) over D, half the L1
+    distance that eq. 10 weighs, kl_div, and accept = c* = sum min(p_d, p_t) with p_t over V (eq. 8)
     """
-    log_d, scores = logits.float().log_softmax(-1), target_logits.float()
-    norm = scores.logsumexp(-1) if norm is None else norm  # [M, K], over all of V
-    if len(draft_ids) < scores.shape[-1]:  # not yet cut down to the draft vocabulary
-        scores = scores[..., draft_ids]  # [M, K, D]
-    p_d, log_t = log_d.exp(), scores - norm[..., None]
-    terms = {"accept": torch.minimum(p_d.detach(), log_t.exp()).sum(-1)}
-    log_t = log_t - log_t.logsumexp(-1, keepdim=True)  # renormalised over the draft vocabulary
+    log_d, p_t = logits.float().log_softmax(-1), target_logits.float().softmax(-1)
+    if len(draft_ids) < p_t.shape[-1]:
+        p_t = p_t[..., draft_ids]  # [M, K, D]
+    p_d = log_d.exp()
+    terms = {"accept": torch.minimum(p_d.detach(), p_t).sum(-1)}
+    p_t /= p_t.sum(-1, keepdim=True).clamp(min=1e-30)  # renormalised over the draft vocabulary
     if "ce" in names:
         column = torch.searchsorted(draft_ids, labels).clamp(max=len(draft_ids) - 1)
         has_id = draft_ids[column] == labels
         terms["ce"] = -log_d.gather(-1, column[..., None])[..., 0] * has_id
     if "tv" in names:
-        terms["tv"] = 1 - torch.minimum(p_d, log_t.exp()).sum(-1)
+        terms["tv"] = 1 - torch.minimum(p_d, p_t).sum(-1)
     if "kl_div" in names:
-        terms["kl_div"] = (log_t.exp() * (log_t - log_d)).sum(-1)
+        terms["kl_div"] = F.kl_div(log_d, p_t, reduction="none").sum(-1)
     return terms
 
-@torch.no_grad()
-def teacher_head(draft, states, where):
-    """The target's head cut down to the draft vocabulary, [D, d], and the normaliser of its logits
-    over all of V at `where` [M, K], computed once for each position that blocks share."""
-    head, (places, inverse) = draft.target_head, where.clamp(min=0).unique(return_inverse=True)
-    parts = states[places].to(head.dtype).split(256)
-    norm = torch.cat([F.linear(part, head).float().logsumexp(-1) for part in parts])
-    return (head if len(draft.draft_ids) == len(head) else head[draft.draft_ids]), norm[inverse]
-
-def block_loss(draft, hidden, head, blocks, weights, norms):
-    """M blocks' part of the loss (eq. 12), and sums. hidden [M, K, d]; weights and norms: of the
-    terms, weight [M, K]: of the slots."""
-    prev, labels, teacher, norm, weight, supervised = blocks
-    logits, confidence = draft.heads(hidden, prev)
+def block_loss(draft, hidden, embedding, blocks, weights, norms):
+    """M blocks' part of the loss (eq. 12), and sums. hidden [M, K, d], embedding [M, K, r] of the
+    previous tokens; weights and norms: of the terms, weight [M, K]: of the slots."""
+    (labels, teacher, weight, supervised), head = blocks, draft.target_head
+    logits, confidence = draft.heads(hidden, None, embedding)
     with torch.autocast(hidden.device.type, enabled=False):
         flat = teacher.flatten(0, 1).to(head.dtype)
-        target_logits = F.linear(flat, head).unflatten(0, labels.shape)  # [M, K, D]
-        terms = slot_terms(logits, target_logits, labels, draft.draft_ids, tuple(weights), norm)
+        target_logits = F.linear(flat, head).unflatten(0, labels.shape)  # [M, K, V]
+        terms = slot_terms(logits, target_logits, labels, draft.draft_ids, weights)
         rate = terms.pop("accept")  # c*, eq. 8
         if confidence is not None:
             terms["confidence"] = F.binary_cross_entropy_with_logits(  # eq. 11
@@ -133,25 +122,30 @@ class DeliverGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, scale):
-        return None, None, *(x if x is None else x * scale for x in ctx.gradients)
+        gradients, ctx.gradients = ctx.gradients, None  # large: scaled in place, used once
+        return None, None, *(x.mul_(scale) for x in gradients)
 
-def chunked_loss(draft, hidden, head, blocks, weights, norms, chunk):
+def chunked_loss(draft, hidden, embedding, blocks, weights, norms, chunk):
     """Forward and backward one chunk of blocks at a time, on detached states; a single backward
-    then runs through the backbone. Nothing is recomputed, one chunk of [K, V] tensors exists."""
+    then runs through W1 and the backbone. Nothing is recomputed, one chunk of [K, V] tensors
+    exists, and W1, as tall as V, gets one gradient, not one per chunk."""
     heads = [head for head in (draft.markov_head, draft.confidence_head) if head is not None]
-    params = [p for head in heads for p in head.parameters()]
-    loss, totals, hidden_grads, grads = 0.0, collections.Counter(), [], [0.0] * len(params)
+    params = [p for head in heads for name, p in head.named_parameters() if "w1" not in name]
+    loss, totals, slot_grads = 0.0, collections.Counter(), []
+    grads = [torch.zeros_like(p) for p in params]
     for start in range(0, len(hidden), chunk):
         part = slice(start, start + chunk)
-        states = hidden[part].detach().requires_grad_()
-        share, sums = block_loss(draft, states, head, [x[part] for x in blocks], weights, norms)
-        first, *rest = torch.autograd.grad(
-            share, [states, *params], allow_unused=True, materialize_grads=True)
-        hidden_grads.append(first)
-        grads = [a + b for a, b in zip(grads, rest)]
+        leaves = [x[part].detach().requires_grad_() for x in (hidden, embedding)]
+        share, sums = block_loss(draft, *leaves, [x[part] for x in blocks], weights, norms)
+        new = torch.autograd.grad(
+            share, [*leaves, *params], allow_unused=True, materialize_grads=True)
+        slot_grads.append(new[:2])
+        for grad, addend in zip(grads, new[2:]):
+            grad += addend
         loss = loss + share.detach()
         totals.update({name: value.detach() for name, value in sums.items()})
-    return DeliverGradients.apply(loss, [torch.cat(hidden_grads), *grads], hidden, *params), totals
+    grads = [*map(torch.cat, zip(*slot_grads)), *grads]
+    return DeliverGradients.apply(loss, grads, hidden, embedding, *params), totals
 
 def dspark_loss(draft, features, target_hidden, input_ids, loss_mask, anchors, anchor_valid,
                 document_ids=None, position_ids=None, loss_fn=None, decay=4.0, confidence_alpha=1.0,
@@ -171,7 +165,6 @@ def dspark_loss(draft, features, target_hidden, input_ids, loss_mask, anchors, a
         config, input_ids, loss_mask, anchors, anchor_valid, document_ids)
     keep = supervised.any(-1)  # [B, N]: dummies and empty blocks never reach the heads
     row = torch.arange(len(input_ids), device=index.device)[:, None, None]
-    where = (row * input_ids.shape[1] + index - 1)[keep]  # [M, K], in the flattened rows
     labels, teacher = input_ids[row, index][keep], target_hidden[row, index - 1][keep]  # [M, K, ..]
     prev = draft.previous_tokens(input_ids, anchors)[keep]
     supervised, hidden = supervised[keep], hidden[keep]
@@ -179,8 +172,11 @@ def dspark_loss(draft, features, target_hidden, input_ids, loss_mask, anchors, a
     weight = supervised * torch.exp(-slot.clamp(min=0) / decay)
     has_id = torch.isin(labels, draft.draft_ids)  # where not, the slot leaves the CE alone
     norms = {"all": weight.sum().clamp(min=1e-8), "ce": (weight * has_id).sum().clamp(min=1e-8)}
-    head, norm = teacher_head(draft, target_hidden.flatten(0, 1), where)
-    job = (draft, hidden, head, (prev, labels, teacher, norm, weight, supervised), weights, norms)
+    embedding = hidden[..., :0]
+    if draft.markov_head is not None:
+        embedding = draft.markov_head.markov_w1(prev)  # [M, K, r]
+    blocks = labels, teacher, weight, supervised
+    job = draft, hidden, embedding, blocks, weights, norms
     if chunk_blocks and torch.is_grad_enabled() and len(hidden):
         loss, sums = chunked_loss(*job, chunk_blocks)
     else:
@@ -490,7 +486,7 @@ def train(draft, target, documents, prompts, args):
     folder, ids = pathlib.Path(args.save_path), draft.config.target_layer_ids
     last = folder / "checkpoints/last"
     last.parent.mkdir(parents=True, exist_ok=True)
-    optimizer = torch.optim.AdamW(draft.parameters(), lr=args.lr, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(draft.parameters(), lr=args.lr, weight_decay=0.0, fused=True)
     steps = args.max_steps or args.epochs * len(epoch_steps(documents, 0, args))
     texts = digest([document["ids"] for document in documents])
     run = dict(vars(args), documents=texts, **dict.fromkeys(MAY_CHANGE))
