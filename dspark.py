@@ -1004,7 +1004,7 @@ def check_request(target, draft, prompts, max_new_tokens, schedule, sampling):
                 f"{max_new_tokens} new, {gamma} drafts exceed max_position_embeddings {limit}")
     return prompts, schedule if whole and draft else gamma
 
-@torch.no_grad()
+@torch.inference_mode()
 def generate(target, draft, prompts, max_new_tokens, temperature=0.0, top_k=0, top_p=1.0,
              stop_token_ids=(), schedule="full", steps_per_second=None, draft_seconds=None,
              max_concurrency=None, markov_top_k=0, draft_sampling="sample", generator=None,
@@ -1200,7 +1200,7 @@ def median_seconds(step, sizes, repeats):
     passes = [[step(size) for size in sizes] for _ in range(repeats)]
     return [statistics.median(times) for times in zip(*passes)]
 
-@torch.no_grad()
+@torch.inference_mode()
 def profile_steps_per_second(target, requests=1, gamma=7, context=128, repeats=3):
     """Time packed forwards of R, 2 R, ... (1 + gamma) R tokens of R requests, and of 1, 2, 4, ...
     of as many, `context` cached ones before each -> StepCosts, a callable B -> SPS(B)"""
