@@ -1153,9 +1153,9 @@ def test_prompts_join_in_groups_whose_padding_is_bounded(monkeypatch):
         return real(low, starts, counts, device)
     monkeypatch.setattr(dspark, "Plan", plan)
     monkeypatch.setattr(dspark, "PREFILL_CELLS", 16)
-    prompts = [[1] * 3, [2] * 5, [3] * 30, [4] * 2, [5] * 4, [6] * 4, [7] * 4]
+    prompts = [[1] * 3, [2] * 5, [3] * 30, [4] * 2, *[[5] * 4] * 4]
     text = write(make_target(), None, prompts, 5)
-    assert seen == [[3, 5], [30], [2, 4, 4], [4]]
+    assert seen == [[3, 5], [30], [2, 4, 4, 4], [4]]
     assert text == [write(make_target(), None, [prompt], 5)[0] for prompt in prompts]
 
 def test_the_stopwatch_tells_prefill_from_rounds():
