@@ -1078,15 +1078,16 @@ def two_token_p_value(schedule, requests, count=200_000, seed=5):
     counts = torch.bincount(3 * start + following, minlength=9)
     return chi_square(counts, (P[0][:, None] * P[1:]).flatten() * count), lengths.double().mean()
 
-@each("schedule, requests", [*product(TOY_SCHEDULES, (1, 2, 4))])
+@each("schedule, requests", [  # 6,561 patterns of stale-4 would take seconds
+    one for one in product(TOY_SCHEDULES, (1, 2, 4)) if one != ("stale", 4)])
 def test_no_schedule_but_one_that_looks_ahead_changes_the_law(schedule, requests):
-    """Pitfall 33: 200,000 texts of two tokens each, R = 1, 2, 4; 15 honest settings at 0.001 / 15.
+    """Pitfall 33: 200,000 texts of two tokens each, R = 1, 2, 4; 14 honest settings at 0.001 / 14.
     A search over all lengths, which sees c_2 and with it the first draft, must be caught."""
     p_value, length = two_token_p_value(schedule, requests)
     if schedule == "look ahead":
         assert p_value < 1e-6
     else:
-        assert p_value > 0.001 / 15
+        assert p_value > 0.001 / 14
         assert length == {"full": 2, "stair": 0}.get(schedule, length) and 0 <= length <= 2
 
 # -------------------------------------------------------- generate: work, counters, housekeeping
