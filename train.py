@@ -71,14 +71,16 @@ def slot_labels(config, input_ids, loss_mask, anchors, anchor_valid, document_id
     predicts = slot >= config.first_slot
     return index, (fine | ~predicts).long().cumprod(-1).bool() & predicts
 
-def slot_terms(logits, target_logits, labels, draft_ids, names=("ce", "tv", "kl_div")):
+def slot_terms(logits, target_logits, labels, draft_ids, names=("ce", "tv", "kl_div"), norm=None):
     """The loss terms slot by slot, in float32: bf16 softmaxes cost up to 31 % gradient error.
 
-    logits [M, K, D], target_logits [M, K, V], labels [M, K] target ids -> {name: [M, K]}: ce (eq.
-    9; 0 where the true token has no draft id), tv = 1 - sum min(p_d, p_t) over D, half the L1
-    distance that eq. 10 weighs, kl_div, and accept = c* = sum min(p_d, p_t) with p_t over V (eq. 8)
+    logits [M, K, D], target_logits [M, K, V] (or [M, K, D] with norm [M, K], their logsumexp over
+    V), labels [M, K] target ids -> {name: [M, K]}: ce (eq. 9; 0 where the true token has no draft
+    id), tv = 1 - sum min(p_d, p_t) over D, half the L1 distance that eq. 10 weighs, kl_div, and
+    accept = c* = sum min(p_d, p_t) with p_t over V (eq. 8)
     """
-    log_d, p_t = logits.float().log_softmax(-1), target_logits.float().softmax(-1)
+    log_d, scores = logits.float().log_softmax(-1), target_logits.float()
+    p_t = scores.softmax(-1) if norm is None else (scores - norm[..., None]).exp()
     if len(draft_ids) < p_t.shape[-1]:
         p_t = p_t[..., draft_ids]  # [M, K, D]
     p_d = log_d.exp()
@@ -94,15 +96,26 @@ def slot_terms(logits, target_logits, labels, draft_ids, names=("ce", "tv", "kl_
         terms["kl_div"] = F.kl_div(log_d, p_t, reduction="none").sum(-1)
     return terms
 
-def block_loss(draft, hidden, embedding, blocks, weights, norms):
+@torch.no_grad()
+def teacher_head(draft, states, where):
+    """-> the target's head cut down to the draft vocabulary [D, d], and the normaliser over V of its
+    logits at `where` [M, K], once for each position that blocks share; None where D = V."""
+    head, ids = draft.target_head, draft.draft_ids
+    if len(ids) == len(head):
+        return head, None
+    places, inverse = where.clamp(min=0).unique(return_inverse=True)
+    parts = states[places].to(head.dtype).split(256)
+    return head[ids], torch.cat([F.linear(x, head).float().logsumexp(-1) for x in parts])[inverse]
+
+def block_loss(draft, hidden, embedding, head, blocks, weights, norms):
     """M blocks' part of the loss (eq. 12), and sums. hidden [M, K, d], embedding [M, K, r] of the
     previous tokens; weights and norms: of the terms, weight [M, K]: of the slots."""
-    (labels, teacher, weight, supervised), head = blocks, draft.target_head
+    labels, teacher, norm, weight, supervised = blocks
     logits, confidence = draft.heads(hidden, None, embedding)
     with torch.autocast(hidden.device.type, enabled=False):
         flat = teacher.flatten(0, 1).to(head.dtype)
-        target_logits = F.linear(flat, head).unflatten(0, labels.shape)  # [M, K, V]
-        terms = slot_terms(logits, target_logits, labels, draft.draft_ids, weights)
+        target_logits = F.linear(flat, head).unflatten(0, labels.shape)  # [M, K, D]
+        terms = slot_terms(logits, target_logits, labels, draft.draft_ids, weights, norm)
         rate = terms.pop("accept")  # c*, eq. 8
         if confidence is not None:
             terms["confidence"] = F.binary_cross_entropy_with_logits(  # eq. 11
@@ -125,18 +138,19 @@ class DeliverGradients(torch.autograd.Function):
         gradients, ctx.gradients = ctx.gradients, None  # large: scaled in place, used once
         return None, None, *(x.mul_(scale) for x in gradients)
 
-def chunked_loss(draft, hidden, embedding, blocks, weights, norms, chunk):
+def chunked_loss(draft, hidden, embedding, head, blocks, weights, norms, chunk):
     """Forward and backward one chunk of blocks at a time, on detached states; a single backward
     then runs through W1 and the backbone. Nothing is recomputed, one chunk of [K, V] tensors
     exists, and W1, as tall as V, gets one gradient, not one per chunk."""
-    heads = [head for head in (draft.markov_head, draft.confidence_head) if head is not None]
-    params = [p for head in heads for name, p in head.named_parameters() if "w1" not in name]
+    parts = [part for part in (draft.markov_head, draft.confidence_head) if part is not None]
+    params = [p for part in parts for name, p in part.named_parameters() if "w1" not in name]
     loss, totals, slot_grads = 0.0, collections.Counter(), []
     grads = [torch.zeros_like(p) for p in params]
     for start in range(0, len(hidden), chunk):
         part = slice(start, start + chunk)
         leaves = [x[part].detach().requires_grad_() for x in (hidden, embedding)]
-        share, sums = block_loss(draft, *leaves, [x[part] for x in blocks], weights, norms)
+        some = [x if x is None else x[part] for x in blocks]
+        share, sums = block_loss(draft, *leaves, head, some, weights, norms)
         new = torch.autograd.grad(
             share, [*leaves, *params], allow_unused=True, materialize_grads=True)
         slot_grads.append(new[:2])
@@ -165,6 +179,7 @@ def dspark_loss(draft, features, target_hidden, input_ids, loss_mask, anchors, a
         config, input_ids, loss_mask, anchors, anchor_valid, document_ids)
     keep = supervised.any(-1)  # [B, N]: dummies and empty blocks never reach the heads
     row = torch.arange(len(input_ids), device=index.device)[:, None, None]
+    where = (row * input_ids.shape[1] + index - 1)[keep]  # [M, K], in the flattened rows
     labels, teacher = input_ids[row, index][keep], target_hidden[row, index - 1][keep]  # [M, K, ..]
     prev = draft.previous_tokens(input_ids, anchors)[keep]
     supervised, hidden = supervised[keep], hidden[keep]
@@ -175,8 +190,9 @@ def dspark_loss(draft, features, target_hidden, input_ids, loss_mask, anchors, a
     embedding = hidden[..., :0]
     if draft.markov_head is not None:
         embedding = draft.markov_head.markov_w1(prev)  # [M, K, r]
-    blocks = labels, teacher, weight, supervised
-    job = draft, hidden, embedding, blocks, weights, norms
+    head, norm = teacher_head(draft, target_hidden.flatten(0, 1), where)
+    blocks = labels, teacher, norm, weight, supervised
+    job = draft, hidden, embedding, head, blocks, weights, norms
     if chunk_blocks and torch.is_grad_enabled() and len(hidden):
         loss, sums = chunked_loss(*job, chunk_blocks)
     else:
