@@ -98,7 +98,7 @@ def slot_terms(logits, target_logits, labels, draft_ids, names=("ce", "tv", "kl_
 
 @torch.no_grad()
 def teacher_head(draft, states, where):
-    """-> the target's head cut down to the draft vocabulary [D, d], and the normaliser over V of its
+    """-> the target's head cut down to the draft vocabulary [D, d]; the normaliser over V of its
     logits at `where` [M, K], once for each position that blocks share; None where D = V."""
     head, ids = draft.target_head, draft.draft_ids
     if len(ids) == len(head):
