@@ -79,7 +79,7 @@ def slot_terms(logits, target_logits, labels, draft_ids, names=("ce", "tv", "kl_
     id), tv = 1 - sum min(p_d, p_t) over D, half the L1 distance that eq. 10 weighs, kl_div, and
     accept = c* = sum min(p_d, p_t) with p_t over V (eq. 8)
     """
-    log_d, scores = logits.float().log_softmax(-1), target_logits.float()
+    log_d, scores = logits.float().log_softmax(-1), target_logits.detach().float()
     p_t = scores.softmax(-1) if norm is None else (scores - norm[..., None]).exp()
     if len(draft_ids) < p_t.shape[-1]:
         p_t = p_t[..., draft_ids]  # [M, K, D]
