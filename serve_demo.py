@@ -305,17 +305,19 @@ def schedules(gamma, requests, costs, drafting):
     return {"plain": 0, **fixed, "threshold 0.5": 0.5, "prefix": "prefix", "stale budget": stale}
 
 def bench(args, target, draft, prompts):
-    """Every schedule at every concurrency, on the same prompts -> report for --json"""
+    """Every schedule at every concurrency, on the same prompts, twice as many as run at a time:
+    requests join and leave -> report for --json"""
     report, words = dict(costs={}, rows=[]), []
+    generate(target, draft, prompts[:1], min(8, args.max_new_tokens))  # warm-up
     for requests in args.concurrency:
-        costs, size = cost_tables(args, target, draft, requests), max(requests, 4)
+        costs, size = cost_tables(args, target, draft, requests), max(2 * requests, 8)
         work = args, target, draft, (prompts * size)[:size]
-        passes = []  # the first is a warm-up
-        for _ in tqdm(range(1 + args.repeats), f"{requests} at a time", leave=False, disable=None):
+        passes = []
+        for _ in tqdm(range(args.repeats), f"{requests} at a time", leave=False, disable=None):
             named = schedules(draft.config.gamma, requests, *costs)  # anew: StaleBudget remembers
             passes.append({name: measure(*work, one, requests, *costs)[1]
                            for name, one in named.items()})
-        rows = {name: {key: statistics.median(one[name][key] for one in passes[1:]) for key in row}
+        rows = {name: {key: statistics.median(one[name][key] for one in passes) for key in row}
                 for name, row in passes[0].items()}
         print_speeds(requests, rows)
         report["rows"] += [dict(requests=requests, schedule=name, **rows[name]) for name in rows]

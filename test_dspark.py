@@ -1684,6 +1684,34 @@ def test_bench_writes_its_columns_and_plots_follow(demo_folder, tmp_path, capsys
 
 # --------------------------------------------------------------------------------------- README
 
+def readme_commands():
+    """The README's commands that need no network, without comments, installation and torchrun."""
+    text = (DATA.parent.parent / "README.md").read_text()
+    lines = [line.split("#")[0] for block in re.findall("```bash\n(.+?)```", text, re.S)
+             for line in block.splitlines()]
+    commands = [part.split()[1:] for line in lines for part in line.split("&&")
+                if part.split()[:1] == ["python"]]
+    return [command for command in commands if command != ["train.py"]]
+
+def test_the_commands_of_the_readme_run(tmp_path, monkeypatch, capsys):
+    """Pitfall 42: one after another, in a fresh folder; smaller models and fewer steps."""
+    monkeypatch.chdir(tmp_path)
+    small = mini("unused", "--total-seq-len", "200", "--max-steps", "2", "--calibration-samples", "0")
+    small = small[:2] + small[6:]  # not the data, not where to save
+    names = {"FOLDER": str(mini_folder()), "FILE.json": str(mini_folder() / "rows.jsonl")}
+    commands = readme_commands()
+    assert {command[0] for command in commands} == {"train.py", "serve_demo.py"}
+    for name, *flags in commands:
+        flags = [names.get(flag, flag) for flag in flags]
+        if name == "train.py":
+            monkeypatch.setattr(sys, "argv", [name, *flags, *small])
+            train.main()
+        else:
+            serve_demo.main([*flags, "--max-new-tokens", "8"])
+    for path in ("output/config.json", "output/tiny/config.json", "output/compare/rnn/config.json"):
+        assert pathlib.Path(path).is_file()
+    assert "texts identical to plain decoding: " in capsys.readouterr().out
+
 def test_every_flag_named_in_the_readme_exists(capsys):
     """Pitfall 42, with the flags in testdata/smollm2.args."""
     text = (DATA.parent.parent / "README.md").read_text()
