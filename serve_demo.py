@@ -17,12 +17,10 @@ plain decoding of the same prompts by the same loop in the same run:
 """
 import argparse
 import contextlib
-import itertools
 import json
 import os
 import statistics
 import sys
-import time
 from pathlib import Path
 
 import torch
@@ -35,17 +33,13 @@ from dspark import (DSparkDraft, StaleBudget, StepCosts, choose_lengths, generat
 
 QUESTIONS = ["Why is the sky blue?", "How far is 2 hours at 72 km/h?", "Write FizzBuzz in Python."]
 COUNTERS = "rounds drafted verified accepted accepted_length".split()
-SPEEDS = ("verified_length acceptance_rate accepted_length tokens_per_second per_request draft_ms "
-          "verify_ms schedule_ms times_plain").split()
-ORIGINS = ["first", "draft", "correction", "bonus"]
-COLOURS = {"draft": "\x1b[32m{}\x1b[0m", "correction": "\x1b[33m{}\x1b[0m",
-           "bonus": "\x1b[94m{}\x1b[0m"}  # green, yellow, blue
-BRACKETS = {"draft": "[{}]"}  # where there is no terminal
+COLOURS = dict(first="{}", draft="\x1b[32m{}\x1b[0m", correction="\x1b[33m{}\x1b[0m",
+               bonus="\x1b[94m{}\x1b[0m")  # green, yellow, blue
+BRACKETS = dict(COLOURS, draft="[{}]", correction="{}", bonus="{}")  # where there is no terminal
 
 def schedule(text):
-    if text in ("full", "prefix"):
-        return text
-    return float(text) if "." in text else int(text)  # 1 verifies one draft, 1.0 the surest
+    """1 verifies one draft, 1.0 the surest"""
+    return text if text in ("full", "prefix") else json.loads(text)
 
 def parse_arguments(argv):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0],
@@ -55,8 +49,8 @@ def parse_arguments(argv):
     add("--draft", type=Path, default="output", help="folder of the draft")
     add("--verifier-name-or-path", help="else DRAFT/target, or as DRAFT/config.json says")
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="of both")
-    add = parser.add_argument_group("prompts").add_argument
     add("--enable-thinking", action=argparse.BooleanOptionalAction, help="else as trained")
+    add = parser.add_argument_group("prompts").add_mutually_exclusive_group().add_argument
     add("--prompt", nargs="+", help="else four of DRAFT/prompts.json, or some questions")
     add("--prompts", type=Path, help=".jsonl file with `prompt` or `turns`, or text, one a line")
     add = parser.add_argument_group("decoding and output").add_argument
@@ -78,7 +72,6 @@ def parse_arguments(argv):
     add("--costs", type=Path, help="--json of a --bench whose cost curves to use, else measured")
     add("--plot", type=Path, metavar="FOLDER", help="draw its results.json, bench.json, then end")
     args = parser.parse_args(argv)
-    require(not (args.prompt and args.prompts), "expected --prompt or --prompts, not both")
     require(min(args.max_new_tokens, args.repeats, *args.concurrency) > 0,
             "tokens, repeats and prompts at a time start at 1")
     for path in filter(None, (args.json, args.html, args.plot and args.plot / "budget.png")):
@@ -101,10 +94,9 @@ def load(args):
     stored, own = config.get("speculators_config", {}).get("verifier", {}), args.draft / "target"
     name = args.verifier_name_or_path or (str(own) if own.is_dir() else stored.get("name_or_path"))
     with explained(f"no target {name}: give its folder or hub name with --verifier-name-or-path"):
-        folder = name
-        if not Path(name).is_dir():  # asks the hub once; transformers would retry for a minute
-            kinds = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
-            folder = snapshot_download(name, allow_patterns=kinds, etag_timeout=5)
+        kinds = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
+        folder = name if Path(name).is_dir() else snapshot_download(  # asks the hub once
+            name, allow_patterns=kinds, etag_timeout=5)
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
         target = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=args.dtype)
     target.to(torch.accelerator.current_accelerator(check_available=True) or "cpu")
@@ -134,39 +126,28 @@ def encode(args, tokenizer, draft, texts):
     if None not in (trained, asked) and trained != asked:
         print(f"warning: the draft was trained with enable_thinking={trained}", file=sys.stderr)
     if not tokenizer.chat_template:
-        return [tokenizer(text).input_ids for text in texts]
-    options = dict(add_generation_prompt=True, tokenize=True, return_dict=False,
-                   enable_thinking=bool(trained if asked is None else asked))
-    chats = ([{"role": "user", "content": text}] for text in texts)
-    return [tokenizer.apply_chat_template(chat, **options) for chat in chats]
+        return tokenizer(texts).input_ids
+    return tokenizer.apply_chat_template(
+        [[{"role": "user", "content": text}] for text in texts], add_generation_prompt=True,
+        return_dict=False, enable_thinking=bool(trained if asked is None else asked))
 
 def pieces(tokenizer, tokens):
     """The text each token adds: what a decoded prefix has more than the one before. Tokens decoded
     one by one would lose spaces and tear characters, which here come with their last token."""
     prefixes = (tokens[:n] for n in range(len(tokens) + 1))
     texts = [tokenizer.decode(ids, skip_special_tokens=True).rstrip("\ufffd") for ids in prefixes]
-    return [text[len(before):] for before, text in itertools.pairwise(texts)]
+    return [text[len(before):] for before, text in zip(texts, texts[1:])]
 
 def show(requests):
     """Texts, every token in the style of its origin, and counters; first what the styles mean"""
-    colours = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-    styles = COLOURS if colours else BRACKETS
-    legend = dict(prompt="tokens", pieces=[f" {name} " for name in ORIGINS], origins=ORIGINS)
-    for one in [legend, *requests]:
-        pairs = zip(one["pieces"], one["origins"])
-        texts = (styles.get(origin, "{}").format(text) for text, origin in pairs if text)
-        print(f"\n> {one['prompt']}\n{''.join(texts)}")
-        print(*(f"{name} {one[name]:.5g}" for name in COUNTERS if name in one), sep=", ")
+    styles = COLOURS if sys.stdout.isatty() and not os.environ.get("NO_COLOR") else BRACKETS
+    print("\ntokens:", *(style.format(origin) for origin, style in styles.items()))
+    for one in requests:
+        texts = (styles[origin].format(text) for text, origin in zip(one["pieces"], one["origins"]))
+        print(f"\n> {one['prompt']}", "".join(texts), sep="\n")
+        print(*(f"{name} {one[name]:.5g}" for name in COUNTERS), sep=", ")
 
 # ------------------------------------------------------------ measured: a pass, its row, its table
-def counters(one):
-    """Numbers of one request, or of all in their `total`"""
-    rounds, verified = max(one.rounds, 1), max(one.verified, 1)
-    return dict(
-        rounds=one.rounds, drafted=one.drafted, verified=one.verified, accepted=one.accepted,
-        verified_length=one.verified / rounds, acceptance_rate=one.accepted / verified,
-        accepted_length=1 + one.accepted / rounds)
-
 def measure(args, target, draft, prompts, schedule, requests, costs=None, drafting=None):
     """One timed pass, `requests` at a time -> Generations, numbers, Rounds"""
     rounds, draft_seconds = [], drafting and drafting.seconds
@@ -177,22 +158,26 @@ def measure(args, target, draft, prompts, schedule, requests, costs=None, drafti
             args.markov_top_k, on_round=rounds.append,
             generator=torch.Generator().manual_seed(args.seed))
     seen = [torch.tensor(round.confidence) for round in rounds if round.confidence]
-    began, whole = time.perf_counter(), total(results)
-    for confidence in seen:
-        choose_lengths(schedule, confidence, whole.gamma, len(confidence), costs, draft_seconds)
-    scheduling, took, verifying = time.perf_counter() - began, seconds["all"], seconds["target"]
-    rest, each = took - verifying - seconds["prefill"] - scheduling, 1000 / max(len(rounds), 1)
+    with stopwatch(target) as choosing:
+        for trust in seen:
+            choose_lengths(schedule, trust, draft.config.gamma, len(trust), costs, draft_seconds)
+    whole, took, each = total(results), seconds["all"], 1000 / max(len(rounds), 1)
+    rest = took - seconds["target"] - seconds["prefill"] - choosing["all"]
     speed = sum(len(one.tokens) for one in results) / took
     return results, dict(
-        counters(whole), seconds=took, tokens_per_second=speed, per_request=speed / requests,
-        draft_ms=rest * each, verify_ms=verifying * each, schedule_ms=scheduling * each), rounds
+        verified_length=whole.verified / max(whole.rounds, 1),
+        acceptance_rate=whole.accepted / max(whole.verified, 1),
+        accepted_length=1 + whole.accepted / max(whole.rounds, 1),
+        tokens_per_second=speed, per_request=speed / requests, draft_ms=each * rest,
+        verify_ms=each * seconds["target"], schedule_ms=each * choosing["all"]), rounds
 
 def print_speeds(requests, rows):
     """rows: {schedule: numbers of `measure`}, to which the speed-up is added"""
-    print(f"\n{f'{requests} at a time':16}", *SPEEDS, sep="  ")
-    for name, row in rows.items():
+    for row in rows.values():
         row["times_plain"] = row["tokens_per_second"] / rows["plain"]["tokens_per_second"]
-        print(f"{name:16}", *(f"{row[key]:{len(key)}.2f}" for key in SPEEDS), sep="  ")
+    print(f"\n{f'{requests} at a time':16}", *row, sep="  ")
+    for name, row in rows.items():
+        print(f"{name:16}", *(f"{value:{len(key)}.2f}" for key, value in row.items()), sep="  ")
 
 @torch.no_grad()
 def compare(args, target, fast, plain):
@@ -216,12 +201,11 @@ def serve(args, target, draft, prompts, tokenizer, texts):
     """Speculative and plain decoding of the prompts, shown and compared -> report for --json"""
     work, at_a_time = (args, target, draft, prompts), args.concurrency[0]
     costs = cost_tables(args, target, draft, at_a_time) if args.schedule == "prefix" else ()
-    for model in (draft, None):  # warm-up: the first forwards allocate memory and choose kernels
-        generate(target, model, prompts[:1], min(8, args.max_new_tokens), args.temperature)
     results, fast, rounds = measure(*work, args.schedule, at_a_time, *costs)
     others, plain, _ = measure(*work, 0, at_a_time)
-    requests = [dict(counters(one), prompt=text, tokens=one.tokens, origins=one.origins,
-                     pieces=pieces(tokenizer, one.tokens), plain_tokens=other.tokens)
+    requests = [dict(vars(one), prompt=text, pieces=pieces(tokenizer, one.tokens),
+                     plain_tokens=other.tokens, rounds=one.rounds, verified=one.verified,
+                     accepted=one.accepted, accepted_length=1 + one.accepted / max(one.rounds, 1))
                 for text, one, other in zip(texts, results, others)]
     show(requests)
     shares = total(results).acceptance_by_position if rounds else []
@@ -234,42 +218,40 @@ def serve(args, target, draft, prompts, tokenizer, texts):
                 acceptance_by_position=shares)
 
 # ----------------------------------------------------------------------- --html: round by round
-def label(tokenizer, token):
-    """A token by itself; its number where it is only part of a character."""
-    text = tokenizer.decode([token])
-    return text if text and "\ufffd" not in text else f"<{token}>"
+def labels(tokenizer, tokens):
+    """A token by itself, or lists of them; its number where it is only part of a character."""
+    if isinstance(tokens, list):
+        return [labels(tokenizer, one) for one in tokens]
+    text = tokenizer.decode([tokens])
+    return text if text and "\ufffd" not in text else f"<{tokens}>"
 
 @torch.no_grad()
 def candidates(args, tokenizer, draft, round):
     """What the draft saw in each slot, by its backbone alone and with the Markov head: two [R][g]
-    lists of (token, probability), the three best and the one drafted. At temperature 0 those of
-    temperature 1."""
+    lists of (token, probability), the three best and the one drafted; at temperature 0 as at 1."""
     first, drafts = draft.config.first_slot, torch.tensor(round.drafts, device=round.hidden.device)
     anchors = drafts.new_tensor(round.anchors)[:, None]
     prev = torch.cat([anchors.expand(-1, 1 + first), drafts[:, :-1]], 1)  # [R, first + g]
     hidden = round.hidden[:, : prev.shape[1]]
     own = (draft.draft_ids == drafts[..., None]).long().argmax(-1, keepdim=True)  # [R, g, 1]
-    filters = (args.temperature, args.top_k, args.top_p) if args.temperature else (1.0,)
     for logits in (draft.base_logits(hidden), draft.heads(hidden, prev)[0]):
-        p = probabilities(logits[:, first:], *filters)  # [R, g, D]
-        index = torch.cat([p.topk(3).indices, own], -1)
-        shown = zip(draft.draft_ids[index].tolist(), p.gather(-1, index).tolist())
-        yield [[[(label(tokenizer, token), share) for token, share in zip(*slot)]
-                for slot in zip(*row)] for row in shown]
+        p = probabilities(logits[:, first:], args.temperature or 1.0, args.top_k, args.top_p)
+        index = torch.cat([p.topk(3).indices, own], -1)  # [R, g, 4]
+        texts = labels(tokenizer, draft.draft_ids[index].tolist())
+        rows = zip(texts, p.gather(-1, index).tolist())
+        yield [[[*zip(*slot)] for slot in zip(*row)] for row in rows]
 
 def write_page(args, tokenizer, draft, requests, rounds):
     """The template with the trace as JSON in its one place: texts for token ids, candidates"""
-    def labels(row):
-        return [label(tokenizer, token) for token in row]
     about = f"draft {args.draft.name}, temperature {args.temperature:g}, schedule {args.schedule}"
     trace = dict(about=about, requests=requests, rounds=[])
     for round in rounds:
-        drafted = round.hidden is not None
-        base, markov = candidates(args, tokenizer, draft, round) if drafted else ([], [])
+        base, markov = candidates(args, tokenizer, draft, round) if round.drafts[0] else ([], [])
         trace["rounds"].append(dict(
             round._asdict(), requests=[one.index for one in round.requests], hidden=None, base=base,
-            anchors=labels(round.anchors), drafts=[*map(labels, round.drafts)], markov=markov,
-            next_tokens=labels(round.next_tokens)))
+            markov=markov, anchors=labels(tokenizer, round.anchors),
+            drafts=labels(tokenizer, round.drafts),
+            next_tokens=labels(tokenizer, round.next_tokens)))
     text = json.dumps(trace).replace("<", "\\u003c")  # a model can write </script>
     page = (Path(__file__).parent / "assets" / "trace.html").read_text()
     args.html.write_text(page.replace("__TRACE__", text))
@@ -280,48 +262,38 @@ def cost_tables(args, target, draft, requests):
     if args.costs:
         with explained(f"{args.costs}: not the --json of a --bench --concurrency {requests}"):
             saved = json.loads(args.costs.read_text())["costs"][str(requests)]
-            costs, drafting = (
-                StepCosts(one["sizes"], one["measured"], one["low"]) for one in saved)
-    else:
-        costs = profile_steps_per_second(target, requests, draft.config.gamma)
-        drafting = profile_draft_seconds(target, draft, requests, temperature=args.temperature,
-                                         markov_top_k=args.markov_top_k)
+            return [StepCosts(one["sizes"], one["measured"], one["low"]) for one in saved]
+    costs = profile_steps_per_second(target, requests, draft.config.gamma)
     print(f"\ntokens of a target forward, {requests} requests\n{costs}")
-    return costs, drafting
+    return costs, profile_draft_seconds(target, draft, requests, temperature=args.temperature,
+                                        markov_top_k=args.markov_top_k)
 
 def full_blocks(rounds):
     """For --plot: confidence, raw and calibrated, and accepted drafts, without the last round of a
     request, which a stop token or the budget may have cut."""
-    last = {one.index: round for round in rounds for one in round.requests}
     return [dict(calibrated=trust, raw=torch.tensor(logits).sigmoid().tolist(), accepted=accepted)
-            for round in rounds for one, trust, logits, accepted in zip(
+            for round, later in zip(rounds, rounds[1:]) for one, trust, logits, accepted in zip(
                 round.requests, round.confidence, round.confidence_logits, round.accepted)
-            if round is not last[one.index]]
-
-def schedules(gamma, requests, costs, drafting):
-    """What is compared: name -> schedule"""
-    stale = StaleBudget(lambda size: 1 / (drafting.seconds(requests) + costs.stairs(size)))
-    fixed = {f"first {k}": k for k in range(1, 1 + gamma)}
-    return {"plain": 0, **fixed, "threshold 0.5": 0.5, "prefix": "prefix", "stale budget": stale}
+            if one in later.requests]
 
 def bench(args, target, draft, prompts):
-    """Every schedule at every concurrency, on the same prompts, twice as many as run at a time:
-    requests join and leave -> report for --json"""
+    """Every schedule at every concurrency, on the same prompts -> report for --json"""
     report, words = dict(costs={}, rows=[]), []
-    generate(target, draft, prompts[:1], min(8, args.max_new_tokens))  # warm-up
     for requests in args.concurrency:
-        costs, size = cost_tables(args, target, draft, requests), max(2 * requests, 8)
+        costs, drafting = cost_tables(args, target, draft, requests)
+        stale = StaleBudget(lambda size: 1 / (drafting.seconds(requests) + costs.stairs(size)))
+        fixed = {"plain": 0, **{f"first {k}": k for k in range(1, 1 + draft.config.gamma)}}
+        ways = {**fixed, "threshold 0.5": 0.5, "prefix": "prefix", "stale budget": stale}
+        size = max(2 * requests, 8)  # more than run at a time: requests join and leave
         work = args, target, draft, (prompts * size)[:size]
-        passes = []
-        for _ in tqdm(range(args.repeats), f"{requests} at a time", leave=False, disable=None):
-            named = schedules(draft.config.gamma, requests, *costs)  # anew: StaleBudget remembers
-            passes.append({name: measure(*work, one, requests, *costs)[1]
-                           for name, one in named.items()})
-        rows = {name: {key: statistics.median(one[name][key] for one in passes) for key in row}
-                for name, row in passes[0].items()}
+        turns = [(name, way) for _ in range(args.repeats) for name, way in ways.items()]
+        found = [(name, measure(*work, way, requests, costs, drafting)[1]) for name, way in tqdm(
+            turns, f"{requests} at a time", leave=False, disable=None)]
+        rows = {name: {key: statistics.median(row[key] for way, row in found if way == name)
+                       for key in found[0][1]} for name in ways}
         print_speeds(requests, rows)
         report["rows"] += [dict(requests=requests, schedule=name, **rows[name]) for name in rows]
-        report["costs"][requests] = [*map(vars, costs)]
+        report["costs"][requests] = [vars(costs), vars(drafting)]
         best = max(rows, key=lambda name: rows[name]["times_plain"])
         gain = f"{best} ({rows[best]['times_plain']:.2f} times plain decoding)"
         words.append(f"at {requests} {'nothing beats plain decoding' if best == 'plain' else gain}")
@@ -339,7 +311,7 @@ def by_threshold(blocks):
     shares = {"accepted / verified": right / sent.clamp(min=1),
               "verified / drafted": sent / trust.numel(),
               "accepted / accepted without threshold": right / hits.sum()}
-    return {name: zip(across.tolist(), share.tolist()) for name, share in shares.items()}
+    return {name: zip(across, share) for name, share in shares.items()}
 
 def by_prediction(blocks):
     """Fig. 6: predicted survival of a prefix against how often it survived, in ten bins"""
@@ -348,8 +320,7 @@ def by_prediction(blocks):
         survival = torch.tensor([one[name] for one in blocks]).cumprod(1)  # [N, gamma]
         lived = (hits[:, None] > torch.arange(survival.shape[1])).float()
         bins = (10 * survival).long().clamp(max=9)
-        lines[name] = [[float(x[bins == i].mean()) for x in (survival, lived)]
-                       for i in bins.unique()]
+        lines[name] = [(survival[bins == i].mean(), lived[bins == i].mean()) for i in bins.unique()]
     return lines
 
 def by_load(rows, column):
@@ -378,11 +349,10 @@ def plot(folder):
 
 def draw(folder, name, across, up, lines):
     with explained("--plot needs matplotlib (pip install matplotlib)"):
-        from matplotlib import colormaps
-        from matplotlib.figure import Figure
+        from matplotlib import colormaps, figure
     if not lines:
         return print(f"{name}: not drawn, its data is not in {folder}")
-    axes = Figure(figsize=(6, 4), layout="constrained").subplots()
+    axes = figure.Figure(figsize=(6, 4), layout="constrained").subplots()
     axes.set_prop_cycle(color=colormaps["tab20"].colors)  # up to 20 lines that differ
     for line, points in lines.items():
         axes.plot(*zip(*points), ".-", label=line)
@@ -400,6 +370,8 @@ def main(argv=None):
     texts = read_prompts(args)
     target, tokenizer, draft = load(args)
     work = args, target, draft, encode(args, tokenizer, draft, texts)
+    for model in (draft, None):  # warm-up: the first forwards allocate memory and choose kernels
+        generate(target, model, work[3][:1], min(8, args.max_new_tokens), args.temperature)
     report = bench(*work) if args.bench else serve(*work, tokenizer, texts)
     if args.json:
         report = dict(arguments=vars(args), device=str(target.device), torch=torch.__version__,

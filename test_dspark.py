@@ -1655,7 +1655,7 @@ def test_the_page_shows_the_distribution_the_draft_was_drawn_from(overrides):
         generate(make_target(), draft, make_prompts(3), 9, 0.8, 9, on_round=check)
 
 def test_bench_writes_its_columns_and_plots_follow(demo_folder, tmp_path, capsys):
-    flags = ("--bench", "--concurrency", 1, 3, "--repeats", 1, "--max-new-tokens", 5)
+    flags = ("--bench", "--concurrency", 1, 3, "--repeats", 1, "--max-new-tokens", 12)
     demo(demo_folder, *flags, "--json", tmp_path / "bench.json")
     report = json.loads((tmp_path / "bench.json").read_text())
     names = ["plain", *(f"first {k}" for k in range(1, GAMMA + 1)), "threshold 0.5", "prefix",
