@@ -47,7 +47,6 @@ import numpy
 import torch
 import torch.nn.functional as F
 from huggingface_hub import snapshot_download
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AttentionInterface
@@ -178,8 +177,9 @@ def verify(draft_tokens, draft_probs, target_probs, generator=None, uniforms=Non
             f"{l + 1} target distributions, got {len(draft_probs)} and {len(target_probs)}")
     if uniforms is None:
         uniforms = torch.rand(l + 1, dtype=torch.float64, generator=generator)
-    one = (draft_tokens[None], torch.tensor([l]), draft_probs[None], target_probs[None])
-    accepted, token = accept(*one, uniforms[None])
+    length = torch.tensor([l], device=draft_tokens.device)
+    one = (draft_tokens[None], length, draft_probs[None], target_probs[None])
+    accepted, token = accept(*one, uniforms[None].to(draft_tokens.device))
     return int(accepted), int(token)
 
 # ------------------------------------------------------------ backbone: DFlash (sec. 2.2, eq. 2-3)
@@ -210,7 +210,8 @@ def visibility(position, document, context_position, context_document, config, w
 def attend(query, key, value, bias, scale):
     """query [B, H, q, e]; key, value [B, G, k, e]; bias as from fold_mask -> [B, H, q, e]"""
     folded = query.reshape(len(query), key.shape[1], -1, key.shape[3])  # [B, G, H/G q, e]
-    return F.scaled_dot_product_attention(folded, key, value, bias, scale=scale).view(query.shape)
+    out = F.scaled_dot_product_attention(folded, key, value, bias, scale=scale)
+    return out.reshape(*query.shape[:3], -1)
 
 def fold_mask(mask, fold, dtype):
     """bool [B, q, k] -> what `attend` adds to the scores, [B, 1, H/G q, k]: the queries of heads
@@ -347,15 +348,19 @@ MARKOV_HEADS = {"vanilla": VanillaHead, "gated": GatedHead, "rnn": RNNHead}
 DraftOutput = namedtuple("DraftOutput", "hidden logits confidence_logits")
 # tokens [R, g] target ids, drawn from q [R, g, V] (None if greedy); confidence logits [R, g] | None
 # and hidden [R, K, d], from which `heads` can tell what it saw in each slot
-Proposal = namedtuple("Proposal", "tokens q confidence_logits hidden", defaults=[None])
+Proposal = namedtuple("Proposal", "tokens q confidence_logits hidden")
 
 class DSparkDraft(nn.Module):
     """The draft model M_d. Embedding and LM head are the target's: shared, frozen, not saved."""
-    def __init__(self, config, embed_tokens, lm_head, target_head, draft_ids):
-        """embed_tokens, target_head [V, d]; lm_head [D, d]; draft_ids [D]: draft -> target id"""
+    def __init__(self, config, target, draft_ids):
+        """draft_ids [D], ascending: draft -> target id"""
         super().__init__()
         self.config, d, eps = config, config.hidden_size, config.rms_norm_eps
         self.own = []  # which of embed_tokens and lm_head are not the target's, hence saved
+        head = check_target(target)
+        ids = torch.as_tensor(draft_ids, device=head.device)
+        require(ids[0] >= 0 and (ids.diff() > 0).all() and ids[-1] < len(head),
+                "draft_ids, or draft ids + d2t, must be ascending ids of the target")
         self.fc = Linear(len(config.target_layer_ids) * d, d, bias=False)
         self.hidden_norm, self.norm = RMSNorm(d, eps), RMSNorm(d, eps)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
@@ -365,26 +370,25 @@ class DSparkDraft(nn.Module):
         if config.enable_confidence_head:  # eq. 7; the embedding enters ungated for every head
             width = d + config.markov_rank * config.confidence_head_with_markov
             self.confidence_head = nn.ModuleDict({"proj": nn.Linear(width, 1)})
-        shared = dict(embed_tokens=embed_tokens, lm_head=lm_head, target_head=target_head)
-        for name, tensor in dict(shared, draft_ids=draft_ids).items():
+        self.shapes = {name: tuple(x.shape) for name, x in self.state_dict().items()}
+        shared = dict(embed_tokens=target.get_input_embeddings().weight, target_head=head,
+                      lm_head=head if len(ids) == len(head) else head[ids], draft_ids=ids)
+        for name, tensor in shared.items():
             self.register_buffer(name, tensor.detach(), persistent=False)  # no gradient, not saved
+        self.to(head.device)
 
     @classmethod
     def from_target(cls, target, draft_ids=None, markov_std=0.01, **overrides):
         """A fresh draft for a loaded causal LM; overrides are fields of DSparkConfig. draft_ids [D]
         ascending: the draft vocabulary. mask_token_id (the last row) must never occur in text."""
-        head, embedding = check_target(target), target.get_input_embeddings().weight
         if draft_ids is not None:
             overrides["draft_vocab_size"] = len(draft_ids)
         config = config_for(target, overrides)
         ids = torch.arange(config.draft_vocab_size) if draft_ids is None else draft_ids
-        ids = torch.as_tensor(ids, device=head.device)
-        require((ids.diff() > 0).all() and ids[-1] < len(head), "draft_ids must ascend, below V")
-        draft = cls(config, embedding, head if len(ids) == len(head) else head[ids], head, ids)
+        draft = cls(config, target, ids)
         if draft.markov_head is not None:
             nn.init.normal_(draft.markov_head.markov_w1.weight, std=markov_std)
-        draft.own = ["lm_head"] if len(ids) < len(head) else []
-        return draft.to(head.device)
+        return draft
 
     def context_keys_values(self, features, position):
         """H_ctx = RMSNorm(W_c [H^(l1); ...]) (eq. 2), projected for every layer: features
@@ -445,12 +449,11 @@ class DSparkDraft(nn.Module):
 
     def calibrated(self, confidence_logits, temperature):
         """c_k [R, g] by the STS temperatures that fit the sampling temperature best; 1 if none."""
-        stored = self.config.dspark_extra.get("sts_temperatures")
-        if stored:
-            nearest = min(stored, key=lambda t: abs(float(t) - temperature))
-            scale = confidence_logits.new_tensor(stored[nearest])
-            confidence_logits = confidence_logits / scale[: confidence_logits.shape[1]]
-        return confidence_logits.float().sigmoid()
+        config = self.config
+        stored = config.dspark_extra.get("sts_temperatures") or {"1": [1.0] * config.gamma}
+        nearest = min(stored, key=lambda t: abs(float(t) - temperature))
+        scale = confidence_logits.new_tensor(stored[nearest])[: confidence_logits.shape[1]]
+        return (confidence_logits / scale).float().sigmoid()
 
     def previous_tokens(self, input_ids, anchors):
         """The token before the one slot k predicts; anchors index the row -> [B, N, K]"""
@@ -479,7 +482,7 @@ class DSparkDraft(nn.Module):
         anchors (token ids), position [R]; context: per layer cached keys, values [R, G, L, e],
         whose place is the position; uniforms [R, g]; filters: temperature, top_k, top_p; top > 0:
         walk the best candidates of each slot only, which is cheaper and as lossless."""
-        slots = torch.arange(context[0][0].shape[2], device=anchors.device).expand(len(anchors), -1)
+        slots = torch.arange(context[0][0].shape[2], device=anchors.device)[None]
         zero = torch.zeros_like(anchors)[:, None]  # every request is a row, so document 0
         block = (anchors[:, None], position[:, None], zero)
         states = self.run_blocks(*block, context, slots, zero)[:, 0]  # [R, K, d]
@@ -487,22 +490,20 @@ class DSparkDraft(nn.Module):
         if first and markov is not None:  # slot 0 predicts nothing, but feeds the rnn
             state = markov.step(markov.markov_w1(prev), states[:, 0])[1]
         hidden = states[:, first : first + g]  # [R, g, d]
-        base, rows = self.base_logits(hidden), None
+        base, rows = self.base_logits(hidden), [None] * g
         ids = self.draft_ids.expand(base.shape)  # [R, g, C]
         if 0 < top < base.shape[-1]:
             base, index = base.topk(top, dim=-1)
             ids = self.draft_ids[index]
-            rows = None if markov is None else markov.markov_w2.weight[index]  # [R, g, C, r]
+            rows = rows if markov is None else markov.markov_w2.weight[index].unbind(1)  # [R, C, r]
         q, embeddings, tokens = None, [], []
         if filters[0] > 0:
-            shape = (*base.shape[:2], len(self.embed_tokens))
-            q = torch.zeros(shape, device=base.device)  # [R, g, V]
+            q = torch.zeros(*ids.shape[:2], len(self.embed_tokens), device=ids.device)  # [R, g, V]
         for k in range(g):
             logits = base[:, k]  # [R, C]
             if markov is not None:
-                few = None if rows is None else rows[:, k]
                 embeddings.append(markov.markov_w1(prev))  # [R, r]
-                bias, state = markov.step(embeddings[k], hidden[:, k], state, few)
+                bias, state = markov.step(embeddings[k], hidden[:, k], state, rows[k])
                 logits = logits + bias  # eq. 4
             if greedy:
                 choice = logits.argmax(-1)  # [R]
@@ -524,9 +525,10 @@ class DSparkDraft(nn.Module):
         config, ids, folder = self.config, self.draft_ids, pathlib.Path(folder)
         tensors = {**self.state_dict(), **{n + ".weight": getattr(self, n) for n in self.own}}
         if config.draft_vocab_size < config.vocab_size:
+            tensors["lm_head.weight"] = self.lm_head
             tensors["d2t"] = ids - torch.arange(len(ids), device=ids.device)  # offsets
             tensors["t2d"] = torch.isin(torch.arange(config.vocab_size, device=ids.device), ids)
-        check_tensors(tensors, config, folder)
+        self.check_tensors(tensors)
         folder.mkdir(parents=True, exist_ok=True)
         # Both files are complete under another name before either takes its place.
         weights, text = folder / "model.safetensors.tmp", folder / "config.json.tmp"
@@ -540,23 +542,36 @@ class DSparkDraft(nn.Module):
         """Load a draft of speculators, DeepSpec or z-lab from a folder or the hub (json and
         safetensors only), pair it with `target`, print one line about it. ValueError names missing
         or unexpected tensors and a target of other sizes. Its own embedding and head win."""
-        raw, tensors = read_checkpoint(folder)
-        config, line = read_config(raw, target, folder)
-        check_tensors(tensors, config, folder)
-        head, ids = check_target(target), torch.arange(config.draft_vocab_size)
-        ids, _ = ids + tensors.pop("d2t", 0), tensors.pop("t2d", None)
-        require(ids[0] >= 0 and (ids.diff() > 0).all() and ids[-1] < len(head),
-                f"{folder}: d2t must hold offsets from draft ids to ascending target ids")
-        draft = cls(config, target.get_input_embeddings().weight, head, head, ids)
+        try:
+            raw, tensors = read_checkpoint(folder)
+            config, line = read_config(raw, target)
+            ids = torch.arange(config.draft_vocab_size) + tensors.get("d2t", 0)
+            draft = cls(config, target, ids)
+            draft.check_tensors(tensors)
+        except Exception as error:  # files, hubs and their contents fail in many ways
+            reason = str(error).split("\n")[0]
+            raise ValueError(f"no draft in {folder}: expected a folder or hub id with config.json "
+                             f"and model.safetensors that fit the target ({reason})") from error
         for name in ("embed_tokens", "lm_head"):
             ours = getattr(draft, name)
-            theirs = tensors.pop(name + ".weight", ours).to(ours)
+            theirs = tensors.get(name + ".weight", ours).to(ours)
             if not torch.equal(theirs, ours):
                 setattr(draft, name, theirs)
                 draft.own.append(name)
-        draft.load_state_dict(tensors)
-        print(line)
-        return draft.to(head.device)
+        draft.load_state_dict(tensors, strict=False)  # the rest was checked, and is in place
+        print(f"draft {folder}: {line}")
+        return draft
+
+    def check_tensors(self, tensors):
+        """Names and shapes, both ways: what is missing vLLM serves as uninitialised memory."""
+        rows, few, d = len(self.target_head), len(self.draft_ids), self.config.hidden_size
+        wanted, found = {**self.shapes}, {name: tuple(x.shape) for name, x in tensors.items()}
+        needed = {*wanted, "lm_head.weight", "d2t"} if few < rows else {*wanted}
+        wanted.update({"embed_tokens.weight": (rows, d), "lm_head.weight": (few, d), "d2t": (few,),
+                       "t2d": (rows,)})
+        missing, unexpected = sorted(needed - {*found}), sorted(found.items() - wanted.items())
+        require(not missing and not unexpected, f"missing tensors {missing}, unexpected tensors "
+                f"{unexpected}")
 
 # -------------------------------------------------------------------- pairing and config.json
 QWEN3_FIELDS = ("hidden_size intermediate_size num_hidden_layers num_attention_heads vocab_size "
@@ -564,8 +579,7 @@ QWEN3_FIELDS = ("hidden_size intermediate_size num_hidden_layers num_attention_h
 DSPARK_FIELDS = ("mask_token_id block_size draft_vocab_size markov_rank markov_head_type "
                  "sample_from_anchor enable_confidence_head confidence_head_with_markov "
                  "sliding_window_non_causal").split()
-READ_FIELDS = QWEN3_FIELDS + DSPARK_FIELDS + [
-    "rope_theta", "layer_types", "sliding_window", "sliding_window_from_slot", "dspark_extra"]
+ALL_FIELDS = [field.name for field in dataclasses.fields(DSparkConfig)]
 DFLASH = dict(markov_rank=0, enable_confidence_head=False, sample_from_anchor=False,
               sliding_window_non_causal=False)
 FORMATS = {  # speculators_model_type or architecture: name, and what its config.json leaves unsaid
@@ -573,7 +587,7 @@ FORMATS = {  # speculators_model_type or architecture: name, and what its config
     "dflash": ("speculators dflash", DFLASH), "Qwen3DSparkModel": ("DeepSpec", {}),
     "DFlashDraftModel": ("z-lab", dict(DFLASH, block_size=16, sliding_window_from_slot=True))}
 ASSUMED = dict(  # a draft that asks for anything else is refused by name
-    hidden_act="silu", attention_bias=False, rope_type="default", is_causal=False,
+    hidden_act="silu", attention_bias=False, rope_type="default", type="default", is_causal=False,
     input_embedding_scale=1.0, output_multiplier=1.0, final_logit_softcapping=0)
 
 def check_target(target):
@@ -588,24 +602,11 @@ def check_target(target):
             " hidden state); soft caps, logit scales and biased heads are not supported")
     return head
 
-def check_tensors(tensors, config, place):
-    """Names and shapes, both ways. vLLM does not look: what is missing it serves uninitialised."""
-    rows, few, d = config.vocab_size, config.draft_vocab_size, config.hidden_size
-    with torch.device("meta"):
-        state = DSparkDraft(config, *[torch.empty(0)] * 4).state_dict()
-    wanted, found = ({k: tuple(v.shape) for k, v in x.items()} for x in (state, tensors))
-    needed = {*wanted, "lm_head.weight", "d2t"} if few < rows else {*wanted}
-    wanted.update({"embed_tokens.weight": (rows, d), "lm_head.weight": (few, d), "d2t": (few,),
-                   "t2d": (rows,)})
-    missing, unexpected = sorted(needed - {*found}), sorted(found.items() - wanted.items())
-    require(not missing and not unexpected, f"{place}: missing tensors {missing}, unexpected "
-            f"tensors {unexpected}")
-
 def flatten(raw):
     """A config.json of any format on one level; what is nested wins, null counts as absent."""
     flat = dict(raw)
-    for part in ("dspark_extra", "transformer_layer_config", "dflash_config", "rope_scaling",
-                 "rope_parameters"):  # the last since transformers 5; rope_theta was on top before
+    for part in ("dspark_extra", "speculators_config", "transformer_layer_config", "dflash_config",
+                 "rope_scaling", "rope_parameters"):  # where rope_theta is since transformers 5
         flat.update(flat.get(part) or {})
     return {name: value for name, value in flat.items() if value is not None}
 
@@ -615,8 +616,8 @@ def name_of(target):
 def config_for(target, overrides):
     """The DSparkConfig of a fresh draft: the target's sizes, then the overrides."""
     source, rows = flatten(target.config.to_dict()), len(target.get_input_embeddings().weight)
-    layers, known = source["num_hidden_layers"], {f.name for f in dataclasses.fields(DSparkConfig)}
-    require(set(overrides) <= known, f"DSparkConfig has no fields {sorted(set(overrides) - known)}")
+    layers, odd = source["num_hidden_layers"], {*overrides} - {*ALL_FIELDS}
+    require(not odd, f"DSparkConfig has no fields {sorted(odd)}")
     fields = {"head_dim": source["hidden_size"] // source["num_attention_heads"]}
     fields.update((name, source[name]) for name in [*QWEN3_FIELDS, "rope_theta"] if name in source)
     fields.update(
@@ -634,20 +635,18 @@ def speculators_json(config):
     0 as "dflash" only; speculators reads any rank 0 as "dspark"."""
     rank, sliding = config.markov_rank, "sliding_attention" in config.layer_types
     dspark = rank or config.enable_confidence_head or config.sample_from_anchor
-    kind, proposal = "dspark" if dspark else "dflash", {"proposal_type": "greedy"}
-    for holds, line in (
-            (dspark and not rank, "of rank 0 only drafts without confidence head and anchor slot"),
-            (rank and config.markov_head_type != "vanilla", "no Markov head but vanilla"),
-            (sliding, "sliding windows perhaps in another way than this draft was trained")):
-        if holds:
-            say_once(f"note: vLLM serves {line}")
+    kind = "dspark" if dspark else "dflash"
+    if dspark and not (rank and config.markov_head_type == "vanilla"):
+        say_once("note: vLLM does not serve this draft; it knows only the vanilla Markov head, and "
+                 "with rank 0 neither a confidence head nor drafting from the anchor's slot")
     slot = {"sliding_window_from_slot": True} if config.sliding_window_from_slot else {}
     return {
         "architectures": ["DSparkDraftModel" if dspark else "DFlashDraftModel"],
         "speculators_model_type": kind, "speculators_version": "0.9.0",
         "speculators_config": {
             "algorithm": kind, "default_proposal_method": "greedy", "verifier": config.verifier,
-            "proposal_methods": [dict(proposal, speculative_tokens=config.gamma)]},
+            "proposal_methods": [
+                {"proposal_type": "greedy", "speculative_tokens": config.gamma}]},
         "transformer_layer_config": {
             "model_type": "qwen3", "hidden_act": "silu", "attention_bias": False,
             **{name: getattr(config, name) for name in QWEN3_FIELDS},
@@ -661,47 +660,35 @@ def speculators_json(config):
 def read_checkpoint(name):
     """-> config.json, tensors of a folder, else of a hub id, asked for once; no pickle, no code"""
     folder, tensors, patterns = pathlib.Path(name), {}, ["*.json", "*.safetensors"]
-    try:
-        if not folder.is_dir():
-            folder = snapshot_download(str(name), allow_patterns=patterns, etag_timeout=5)
-        folder, files = pathlib.Path(folder), ["model.safetensors"]
-        raw = json.loads((folder / "config.json").read_text())
-        if not (folder / files[0]).is_file():
-            index = json.loads((folder / "model.safetensors.index.json").read_text())
-            files = {*index["weight_map"].values()}
-        for file in files:
-            tensors.update(load_file(folder / file))
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise ValueError(f"no draft in {name}: expected a folder or hub id with config.json and "
-                         f"model.safetensors ({str(error).splitlines()[0]})") from error
+    if not folder.is_dir():
+        folder = pathlib.Path(snapshot_download(str(name), allow_patterns=patterns, etag_timeout=5))
+    raw = json.loads((folder / "config.json").read_text())
+    for file in sorted(folder.glob("model*.safetensors")):  # one file, or shards
+        tensors.update(load_file(file))
     return raw, tensors
 
-def read_config(raw, target, place):
+def read_config(raw, target):
     """Any format -> DSparkConfig, checked against the target; a line that says what it is"""
     kind = raw.get("speculators_model_type") or (raw.get("architectures") or [None])[0]
-    require(kind in FORMATS, f"{place}: config.json must be of {[*FORMATS]}, got {kind!r}")
+    require(kind in FORMATS, f"config.json must be of {[*FORMATS]}, got {kind!r}")
     (name, unsaid), flat = FORMATS[kind], flatten(raw)
     odd = {key: flat[key] for key, value in ASSUMED.items() if flat.get(key, value) != value}
-    require(not odd, f"{place}: drafts with {odd} are not supported")
-    verifier = raw.get("speculators_config", {}).get("verifier", {})
+    require(not odd, f"drafts with {odd} are not supported")
     ids = flat.get("target_layer_ids", [k - 1 for k in flat.get("aux_hidden_state_layer_ids", [])])
     rows, width = target.get_input_embeddings().weight.shape
-    layers = target.config.num_hidden_layers
+    layers, verifier = target.config.num_hidden_layers, flat.get("verifier", {})
     has = dict(vocab_size=rows, hidden_size=width, num_target_layers=layers)
     needs = {key: flat.get(key, has[key]) for key in has}
-    require(needs == has and max(ids, default=0) < layers - 1, f"draft {place} of "
-            f"{verifier.get('name_or_path', 'another target')} needs {needs}, reads layers {ids}; "
+    require(needs == has and max(ids, default=0) < layers - 1, f"the draft, of "
+            f"{verifier.get('name_or_path', 'another target')}, needs {needs}, reads layers {ids}; "
             f"{target.config._name_or_path} has {has}")
     if flat.get("is_causal") is False:  # z-lab's spelling
         flat["sliding_window_non_causal"] = True
-    fields = {**unsaid, **{key: flat[key] for key in READ_FIELDS if key in flat}}
-    try:
-        config = DSparkConfig(**fields, num_target_layers=layers, target_layer_ids=ids,
-                              verifier=verifier or name_of(target))
-    except TypeError as error:
-        raise ValueError(f"{place}: config.json: {error}") from error
+    flat = {**unsaid, **flat, **has, "target_layer_ids": ids,
+            "verifier": verifier or name_of(target)}
+    config = DSparkConfig(**{key: flat[key] for key in ALL_FIELDS if key in flat})
     head = f"{config.markov_head_type} head" if config.markov_rank else "no Markov head"
-    line = (f"draft {place}: {name} format, sample_from_anchor {config.sample_from_anchor} ("
+    line = (f"{name} format, sample_from_anchor {config.sample_from_anchor} ("
             f"{config.gamma} drafts), {head}, target layers {ids} ({[k + 1 for k in ids]} by "
             "speculators' count)")
     causal = kind == "dflash" and raw.get("sliding_window_non_causal") is False
@@ -723,21 +710,19 @@ def fit_sts(confidence_logits, accepted, grid=None, check=None):
     sigmoid(logit_i / T_i) against "at least k were accepted", earlier T_i fixed. check: the same
     two of rounds not used for fitting; a T_k that lowers no error there becomes 1 before k + 1 is
     fitted, since T_{k+1} must fit the T_1 .. T_k that will be used."""
-    grid = torch.arange(25, 401, 5, dtype=torch.float64) / 100 if grid is None else grid
-    rounds = [(confidence_logits.double(), accepted)] + ([check] if check else [])
-    survival, chosen = [1.0 for _ in rounds], []
-    for k in range(confidence_logits.shape[1]):
-        def error(which, temperature):
-            logits, lengths = rounds[which]
-            step = torch.sigmoid(logits[:, k].double() / temperature)
-            return calibration_error(survival[which] * step, lengths > k)
+    grid, chosen = torch.arange(25, 401, 5).double() / 100 if grid is None else grid, []
 
-        best = min(grid.tolist(), key=lambda temperature: error(0, temperature))
-        if check and error(1, best) >= error(1, 1.0):
+    def error(temperature, logits, lengths):
+        """Of the position after the chosen ones, with this temperature"""
+        chain = torch.tensor([*chosen, temperature], dtype=torch.float64)
+        survival = torch.sigmoid(logits[:, : len(chain)].double() / chain).prod(1)
+        return calibration_error(survival, lengths >= len(chain))
+
+    for _ in range(confidence_logits.shape[1]):
+        best = min(grid.tolist(), key=lambda one: error(one, confidence_logits, accepted))
+        if check and error(best, *check) >= error(1.0, *check):
             best = 1.0
         chosen.append(best)
-        survival = [a * torch.sigmoid(logits[:, k].double() / best)
-                    for a, (logits, _) in zip(survival, rounds)]
     return torch.tensor(chosen, dtype=torch.float64)
 
 def calibration_report(confidence_logits, accepted, temperatures):
@@ -800,11 +785,10 @@ class DraftSwitch:
     decides, so the text stays the target's; times come from the tables, so runs can be repeated."""
     def __init__(self, step_seconds, draft_seconds):
         self.step_seconds, self.draft_seconds = step_seconds, draft_seconds
-        self.past, self.idle, self.patience = deque(), 0, 16
+        self.past, self.idle, self.patience = deque(maxlen=64), 0, 16
 
     def wants_draft(self):
-        seen, earned, par = map(sum, zip((0, 0, 0), *self.past))
-        if seen < 64 or earned >= 0.97 * par:  # within chance, drafting goes on
+        if len(self.past) < 64 or sum(self.past) >= 0:
             self.patience = 16
             return True
         self.idle = (self.idle + 1) % self.patience
@@ -816,20 +800,17 @@ class DraftSwitch:
         """After a round with drafts: what was verified, [R], and how many tokens that gave."""
         rows = len(lengths)
         seconds = self.draft_seconds(rows) + self.step_seconds(rows + sum(lengths))
-        self.past.append((rows, committed, rows * seconds / self.step_seconds(rows)))
-        while sum(seen for seen, *_ in self.past) >= 64 + self.past[0][0]:
-            self.past.popleft()
+        plain = 0.97 * seconds / self.step_seconds(rows)  # within chance, drafting goes on
+        self.past.extend([committed / rows - plain] * rows)
 
 def choose_lengths(schedule, confidence, g, rows, steps_per_second, draft_seconds):
     """The schedule's decision, R lengths in a list; made, and cut, before the target runs."""
     if confidence is None or schedule == "full" or isinstance(schedule, int):
         return [g] * rows
-    if schedule == "prefix":
-        def rounds_per_second(size):
-            return 1 / (draft_seconds(rows) + 1 / steps_per_second(size))
-
-        rate = rounds_per_second if draft_seconds else steps_per_second
-        lengths = schedule_prefixes(confidence, rate)
+    if schedule == "prefix":  # a round takes the drafting and the target's step
+        drafting = draft_seconds(rows) if draft_seconds else 0.0
+        lengths = schedule_prefixes(
+            confidence, lambda size: 1 / (drafting + 1 / steps_per_second(size)))
     elif callable(schedule):
         lengths = torch.as_tensor(schedule(confidence))
     else:  # a threshold: the first slot below it ends the prefix
@@ -840,25 +821,26 @@ def choose_lengths(schedule, confidence, g, rows, steps_per_second, draft_second
 class Plan:
     """Where the tokens of one packed forward belong: request i sends counts[i] of them, from
     position starts[i] on, into cache row low + i. row, position [T]: of each token; for attention
-    alone also padded: grid [R, longest] of indices into T, real where they are no padding."""
+    alone also padded: grid [R, longest] of indices into T, the tokens in its `cells`."""
     def __init__(self, low, starts, counts, device):
-        start, count, wide = torch.tensor(starts), torch.tensor(counts), torch.arange(max(counts))
-        real = wide < count[:, None]  # [R, longest]
-        row, offset = real.nonzero(as_tuple=True)  # [T]
+        start, count = (torch.tensor(x)[:, None] for x in (starts, counts))
+        cell = torch.arange(max(counts)).expand(len(counts), -1)  # [R, longest]
+        real = cell < count
         grid = real.flatten().cumsum(0).sub(1).view_as(real)
-        tensors = (low + row, start[row] + offset, real, grid, start[:, None] + wide)
-        self.row, self.position, self.real, self.grid, self.cell_position = (
-            x.to(device) for x in tensors)
-        self.low, self.high, self.even = low, low + len(counts), bool(real.all())
+        tensors = (*real.nonzero(as_tuple=True), grid, start + cell)  # all made on the host, so
+        request, offset, self.grid, self.cell_position = (x.to(device) for x in tensors)  # no wait
+        self.cells = request, offset  # [T], [T]
+        self.row, self.position = low + request, self.cell_position[self.cells]
+        self.low, self.high, self.even = low, low + len(counts), len({*counts}) == 1
         self.length, self.biases = max(a + b for a, b in zip(starts, counts)), {}
 
     def unpack(self, x):
         """[T, ...] -> [R, longest, ...]; a view where all requests send as many."""
-        return x.unflatten(0, self.real.shape) if self.even else x[self.grid]
+        return x.unflatten(0, self.grid.shape) if self.even else x[self.grid]
 
     def pack(self, out):
         """The reverse, without the padding: [R, longest, ...] -> [T, ...]"""
-        return out.flatten(0, 1) if self.even else out[self.real]
+        return out.flatten(0, 1) if self.even else out[self.cells]
 
     def bias(self, fold, dtype, window):
         """Each token sees its own request up to itself; made once per forward, not per layer."""
@@ -872,8 +854,9 @@ class Plan:
         return self.biases[key]
 
 class RaggedCache:
-    """Keys and values [rows, G, places, e] per layer; the place IS the position. Rolling back
-    is not writing: what lies beyond the committed tokens is never visible and gets overwritten."""
+    """Keys and values [rows, G, places, e] per layer, of the target and of the draft; the place IS
+    the position. Rolling back is not writing: what lies beyond the committed tokens is never
+    visible and gets overwritten."""
     def __init__(self, rows, slots):
         self.rows, self.slots, self.layers, self.plan = rows, slots, {}, None
 
@@ -906,7 +889,7 @@ def packed_attention(module, query, key, value, attention_mask, scaling=None, dr
     return plan.pack(out.transpose(1, 2))[None], None  # [1, T, H, e]
 
 NOT_FOR_ATTENTION = set("position_ids cache past_key_values use_cache cache_position is_causal "
-                        "output_hidden_states output_attentions".split())
+                        "output_hidden_states output_attentions output_router_logits".split())
 AttentionInterface.register("dspark_packed", packed_attention)
 
 @contextlib.contextmanager
@@ -992,20 +975,18 @@ def total(generations):
 def check_request(target, draft, prompts, max_new_tokens, schedule, sampling):
     """What `generate` refuses, by name. -> prompts as lists, drafts per round"""
     temperature, top_k, top_p, top, way = sampling
-    rows = len(target.get_input_embeddings().weight)
-    limit = getattr(target.config, "max_position_embeddings", math.inf)
-    require(target.config.model_type != "rwkv", f"{type(target).__name__}: layers without "
-            "attention cannot be rolled back")
+    rows, config = len(target.get_input_embeddings().weight), target.config
+    limit = getattr(config, "max_position_embeddings", math.inf)
+    layers = {*(getattr(config, "layer_types", None) or ())}
+    require(layers <= {"full_attention", "sliding_attention"} and config.model_type != "rwkv",
+            f"{type(target).__name__}: only full and sliding attention can be rolled back")
     gamma, whole = draft.config.gamma if draft else 0, type(schedule) is int
-    kinds = set(getattr(target.config, "layer_types", None) or ()) - {
-        "full_attention", "sliding_attention"}
-    require(not kinds, f"{type(target).__name__}: {sorted(kinds)} layers cannot be rolled back")
     require(min(temperature, top_k, top) >= 0 and 0 < top_p <= 1 and way in ("sample", "argmax"),
             "expected temperature, top_k, markov_top_k >= 0, 0 < top_p <= 1, draft_sampling sample "
             f"or argmax, got {sampling}")
     require(type(max_new_tokens) is int and max_new_tokens >= 0,
             f"max_new_tokens must be an int >= 0, got {max_new_tokens!r}")
-    fits = callable(schedule) or type(schedule) is str and schedule in ("full", "prefix")
+    fits = callable(schedule) or schedule in ("full", "prefix")
     fits |= whole and 0 <= schedule <= (gamma or schedule)
     fits |= type(schedule) is float and 0 <= schedule <= 1
     require(fits, f"schedule must be 'full', 'prefix', an int in 0..{gamma}, a float in [0, 1] or "
@@ -1017,7 +998,7 @@ def check_request(target, draft, prompts, max_new_tokens, schedule, sampling):
                 f"schedule {schedule!r} needs a draft with a confidence head")
     prompts = [torch.as_tensor(prompt).tolist() for prompt in prompts]
     for i, prompt in enumerate(prompts):
-        require(prompt and min(prompt) >= 0 and max(prompt) < rows,
+        require(type(prompt) is list and prompt and min(prompt) >= 0 and max(prompt) < rows,
                 f"prompt {i} must be token ids below {rows}, got {prompt}")
         require(len(prompt) + max_new_tokens + gamma <= limit, f"prompt {i}: {len(prompt)} tokens, "
                 f"{max_new_tokens} new, {gamma} drafts exceed max_position_embeddings {limit}")
@@ -1036,21 +1017,21 @@ def generate(target, draft, prompts, max_new_tokens, temperature=0.0, top_k=0, t
     "prefix" takes the costs of this machine: steps_per_second(B) and draft_seconds(R). With both it
     also stops drafting where that loses (DraftSwitch); without draft_seconds drafts count as free;
     without either both are measured first, and only then is a clock read.
-    max_concurrency requests run at once, others join as places become free. generator: makes
-    temperature > 0 repeatable. draft_sampling "argmax": greedy proposals, one-hot q. markov_top_k:
-    walk only so many candidates. on_round(Round) is called after each round."""
+    max_concurrency requests run at once, others join as places become free. generator: of
+    all random numbers, else torch's own. draft_sampling "argmax": greedy proposals, one-hot q.
+    markov_top_k: walk only so many candidates. on_round(Round) is called after each round."""
     filters, sampling = (temperature, top_k, top_p), (markov_top_k, draft_sampling)
     prompts, g = check_request(target, draft, prompts, max_new_tokens, schedule, filters + sampling)
     draft = draft if g else None
     greedy_draft = temperature == 0 or draft_sampling == "argmax"
     layer_ids = draft.config.target_layer_ids if draft else ()
-    stops = {stop_token_ids} if type(stop_token_ids) is int else set(stop_token_ids)
+    stops = {stop_token_ids} if type(stop_token_ids) is int else {*map(int, stop_token_ids)}
     device, slots = target.device, max(map(len, prompts), default=0) + max_new_tokens + g
     requests = [Generation(i, prompt, max_new_tokens, g) for i, prompt in enumerate(prompts)]
     waiting, live = deque(one for one in requests if not one.done), []
     require(max_concurrency is None or max_concurrency > 0, f"max_concurrency {max_concurrency}")
     rows = min(max_concurrency or len(prompts), len(prompts))
-    cache, context = RaggedCache(rows, slots), RaggedCache(rows, slots)  # target's, draft's
+    cache = RaggedCache(rows, slots)
     switch = None
     if schedule == "prefix" and draft and rows:
         if steps_per_second is None:  # the one case in which a clock is read
@@ -1061,56 +1042,51 @@ def generate(target, draft, prompts, max_new_tokens, temperature=0.0, top_k=0, t
             stairs = getattr(steps_per_second, "stairs", lambda size: 1 / steps_per_second(size))
             switch = DraftSwitch(stairs, draft_seconds)
 
-    if generator is None:
-        generator = torch.Generator()
-        generator.seed()  # the global generator is left alone
+    generator = generator or torch.default_generator
     noise = dict(dtype=torch.float64, generator=generator, device=generator.device)
 
     def run(tokens, plan, keep=0):
         """Target distributions, or argmax; the draft's context takes over the new rows."""
         logits, features = run_target(target, cache, layer_ids, tokens, plan, keep)
         if layer_ids:
-            context.plan = plan
             pairs = draft.context_keys_values(features[None], plan.position[None])
             for layer, pair in enumerate(pairs):
-                context.update(*pair, layer)
+                cache.update(*pair, f"draft {layer}")
         return logits.argmax(-1) if temperature == 0 else probabilities(logits, *filters)
 
     with packed(target):
         while waiting or live:
             # 1. Admit prompts into free rows, some at a time; the prefill gives a first token each.
-            joined = len(live)
-            while waiting and len(live) < rows:
-                group = [len(one.prompt) for one in (*live[joined:], waiting[0])]
-                if len(group) > 1 and len(group) * max(group) > PREFILL_CELLS:
+            joined = []
+            while waiting and len(live) + len(joined) < rows:
+                counts = [len(one.prompt) for one in (*joined, waiting[0])]
+                if joined and len(counts) * max(counts) > PREFILL_CELLS:
                     break
-                live.append(waiting.popleft())
-            if joined < len(live):
-                prompts = [one.prompt for one in live[joined:]]
-                plan = Plan(joined, [0] * len(prompts), [*map(len, prompts)], device)
-                ids = torch.tensor([token for prompt in prompts for token in prompt], device=device)
-                last = torch.tensor([*map(len, prompts)], device=device).cumsum(0) - 1
-                p = run(ids, plan, last)  # [R, V]
-                u = torch.rand(len(p), **noise).to(device)
-                first = p if temperature == 0 else draw(p, u)
-                for one, token in zip(live[joined:], first.tolist()):
+                joined.append(waiting.popleft())
+            if joined:
+                counts = [len(one.prompt) for one in joined]
+                plan = Plan(len(live), [0] * len(joined), counts, device)
+                ids = torch.tensor(sum((one.prompt for one in joined), []), device=device)
+                p = run(ids, plan, torch.tensor(counts, device=device).cumsum(0) - 1)  # [R, V]
+                first = p if temperature == 0 else draw(p, torch.rand(len(p), **noise).to(device))
+                for one, token in zip(joined, first.tolist()):
                     one.commit([], token, "first", stops)
+                live += joined
             else:
                 # 2. Draft a block for every live request.
                 anchors = torch.tensor([one.tokens[-1] for one in live], device=device)  # [R]
                 starts = [len(one.prompt) + len(one.tokens) - 1 for one in live]
                 u = torch.rand(len(live), 2 * g + 1, **noise).to(device)
-                drafts, q, hidden = anchors.new_zeros(len(live), 0), None, None
-                confidence, trust_logits = None, None
+                drafts, q, trust_logits, hidden = anchors.new_zeros(len(live), 0), None, None, None
                 drafting = draft and (switch is None or switch.wants_draft())
                 if drafting:
-                    views = [context.view(i, 0, len(live), max(starts)) for i in context.layers]
-                    where = torch.tensor(starts, device=device)
+                    context = [cache.view(f"draft {i}", 0, len(live), max(starts))
+                               for i in range(len(draft.layers))]
                     drafts, q, trust_logits, hidden = draft.propose(
-                        anchors, where, views, g, u[:, g + 1 :], filters, markov_top_k,
-                        greedy_draft)
-                    if trust_logits is not None:
-                        confidence = draft.calibrated(trust_logits, temperature)
+                        anchors, torch.tensor(starts, device=device), context, g, u[:, g + 1 :],
+                        filters, markov_top_k, greedy_draft)
+                trust = trust_logits is not None
+                confidence = draft.calibrated(trust_logits, temperature) if trust else None
                 # 3. Schedule: what to verify is decided, and cut, before the target runs.
                 lengths = choose_lengths(schedule, confidence, drafts.shape[1], len(live),
                                          steps_per_second, draft_seconds)
@@ -1123,23 +1099,22 @@ def generate(target, draft, prompts, max_new_tokens, temperature=0.0, top_k=0, t
                 q = p if q is None else q[:, :wide]  # unused without drafts or when greedy
                 accepted, token = accept(drafts[:, :wide], kept, q, p, u[:, : wide + 1])
                 table = torch.cat([accepted[:, None], token[:, None], drafts], 1).tolist()
-                for one, length, (count, new, *proposed) in zip(live, lengths, table):
+                for one, length, (count, new, *block) in zip(live, lengths, table):
                     one.lengths.append(length)
                     one.accepts.append(count)
-                    one.drafted += len(proposed)
+                    one.drafted += len(block)
                     origin = "bonus" if count == length else "correction"
-                    one.commit(proposed[:count], new, origin, stops)
+                    one.commit(block[:count], new, origin, stops)
                 if drafting and switch:
                     switch.record(lengths, len(live) + sum(row[0] for row in table))
                 if on_round:
-                    trust = (x if x is None else x.tolist() for x in (confidence, trust_logits))
-                    on_round(Round([*live], anchors.tolist(), drafts.tolist(), lengths, *trust,
+                    trusts = (x.tolist() if trust else None for x in (confidence, trust_logits))
+                    on_round(Round([*live], anchors.tolist(), drafts.tolist(), lengths, *trusts,
                                    accepted.tolist(), token.tolist(), hidden))
             # 6. Leave: the last live request moves into the row of one that is done.
             for row in reversed(range(len(live))):
                 if live[row].done:
                     cache.move(len(live) - 1, row)
-                    context.move(len(live) - 1, row)
                     live[row] = live[-1]
                     live.pop()
     return requests
@@ -1154,12 +1129,12 @@ def stopwatch(target):
             torch.cuda.synchronize()
         seconds[name] += sign * time.perf_counter()
 
-    def hook(sign):
-        return lambda module, args, kwargs, *output: tick(
-            "prefill" if torch.is_tensor(kwargs["logits_to_keep"]) else "target", sign)
+    def hook(module, args, kwargs, *output):  # before a forward, and after it
+        prefill = torch.is_tensor(kwargs["logits_to_keep"])
+        tick("prefill" if prefill else "target", 1 if output else -1)
 
-    hooks = [target.register_forward_pre_hook(hook(-1), with_kwargs=True),
-             target.register_forward_hook(hook(1), with_kwargs=True)]
+    hooks = [target.register_forward_pre_hook(hook, with_kwargs=True),
+             target.register_forward_hook(hook, with_kwargs=True)]
     tick("all", -1)
     try:
         yield seconds
@@ -1181,15 +1156,14 @@ class StepCosts:
                 f"StepCosts expects ascending sizes, positive seconds, got {sizes}, {measured}")
         # A smaller step costs no more.
         self.rising = [*itertools.accumulate(reversed(measured), min)][::-1]
-        hull, self.last_slope, below = [], 0.0, sum(size < low for size in sizes)
-        for point in zip(sizes, self.rising):
-            while len(hull) > below + 1 and slope(hull[-1], point) <= slope(hull[-2], hull[-1]):
-                hull.pop()
-            self.last_slope = slope(hull[-1], point) if hull else 0.0
-            hull.append(point)
+        points = [*zip(sizes, self.rising)]
+        hull = [point for point in points if point[0] <= low] or points[:1]
+        while hull[-1] != points[-1]:  # on to the point with the least slope
+            further = points[points.index(hull[-1]) + 1 :]
+            hull.append(min(further, key=functools.partial(slope, hull[-1])))
         self.table = numpy.interp(range(sizes[-1] + 1), *zip(*hull)).tolist()
-        self.rates = [1 / seconds for seconds in self.table]
-        self.fitted = [self.seconds(size) for size in sizes]
+        self.fitted = [self.table[size] for size in sizes]
+        self.last_slope = slope(*hull[-2:]) if len(hull) > 1 else 0.0
 
     def seconds(self, size):
         beyond = max(0, size - self.sizes[-1])
@@ -1197,7 +1171,7 @@ class StepCosts:
 
     def __call__(self, size):
         """SPS(B), steps per second."""
-        return self.rates[size] if size < len(self.rates) else 1 / self.seconds(size)
+        return 1 / self.seconds(size)
 
     def stairs(self, size):
         """Seconds by the measured points themselves, for decisions that need no convex curve."""

@@ -66,7 +66,8 @@ def make_target(kind="Qwen3", vocab=V, mixing=0.05, **extra):
     return target
 
 FAMILIES = {"Qwen3": {}, "Llama": {}, "Mistral": dict(sliding_window=5), "Qwen2": dict(
-    use_sliding_window=True, sliding_window=5, max_window_layers=2)}
+    use_sliding_window=True, sliding_window=5, max_window_layers=2), "Qwen3Moe": dict(
+    num_experts=2, num_experts_per_tok=1, moe_intermediate_size=16)}
 
 def family_target(family):
     return make_target(family, **FAMILIES[family])
@@ -123,7 +124,8 @@ def cost(tokens):
     (dict(markov_rank=-1), "markov_rank"), (dict(markov_head_type="lstm"), "vanilla.*lstm"),
     (dict(target_layer_ids=[1, 3]), "final norm"), (dict(target_layer_ids=[2, 0]), "layer_ids"),
     (dict(target_layer_ids=[]), "layer_ids"), (dict(draft_vocab_size=V + 1), "draft_vocab_size"),
-    (dict(no_such_field=1), "no_such_field"), (dict(draft_ids=[3, 2]), "draft_ids")])
+    (dict(no_such_field=1), "no_such_field"), (dict(draft_ids=[3, 2]), "draft_ids"),
+    (dict(draft_ids=[-1, 2]), "draft_ids")])
 def test_values_that_cannot_work_are_refused_by_name(overrides, words):
     """Pitfalls 5 (last layer tapped), 14 (mask token), 38 (rank 0 with Markov features)."""
     with pytest.raises(ValueError, match=words):
@@ -591,7 +593,7 @@ def test_sharded_checkpoints_are_read_whole(tmp_path):
     state = DSparkDraft.from_pretrained(tmp_path, make_target()).state_dict()
     assert all(torch.equal(state[name], x) for name, x in tensors.items())
     (tmp_path / shards[1]).unlink()
-    with pytest.raises(ValueError, match=shards[1]):
+    with pytest.raises(ValueError, match="missing tensors .*" + list(tensors)[1]):
         DSparkDraft.from_pretrained(tmp_path, make_target())
 
 def test_a_drafts_own_embedding_and_head_win_and_are_saved(tmp_path):
@@ -637,7 +639,8 @@ def test_saving_checks_its_own_tensors(tmp_path):
 @each("change, words", [
     (dict(speculators_model_type="eagle3"), "eagle3"), (dict(mask_token_id=None), "mask_token_id"),
     (dict(dflash_config=dict(rope_parameters=dict(rope_type="yarn"))), "yarn"),
-    (dict(dflash_config=dict(attention_bias=True)), "attention_bias"),
+    (dict(rope_scaling=dict(type="yarn")), "yarn"), (dict(speculators_config=None, block_size=0),
+    "block_size"), (dict(dflash_config=dict(attention_bias=True)), "attention_bias"),
     (dict(block_size="8"), "config.json"),
     (dict(dflash_config=dict(layer_types=["sliding_attention"] * 2)), "sliding_window"),
     (dict(aux_hidden_state_layer_ids=[1, 4]), r"\[0, 3\]"), (None, "config.json")], ids=str)
@@ -1170,7 +1173,8 @@ def test_the_stopwatch_tells_prefill_from_rounds():
 
 @each("options, words", [
     (dict(prompts=[[]]), "prompt 0"), (dict(prompts=[[1], [V]]), "prompt 1"),
-    (dict(prompts=[[-1]]), "prompt 0"), (dict(schedule=True), "schedule"),
+    (dict(prompts=[[-1]]), "prompt 0"), (dict(prompts=[1, 2]), "prompt 0"),
+    (dict(schedule=True), "schedule"),
     (dict(schedule=False), "schedule"), (dict(schedule=GAMMA + 1), "schedule"),
     (dict(schedule=-1), "schedule"), (dict(schedule=1.5), "schedule"),
     (dict(schedule="half"), "schedule"),
@@ -1523,10 +1527,10 @@ def run_mini(out, *more):
     return load_file(out / "model.safetensors")
 
 @functools.cache
-def straight():
+def straight(*more):
     """An undisturbed run -> its folder, its weights"""
     out = pathlib.Path(tempfile.mkdtemp())
-    return out, run_mini(out)
+    return out, run_mini(out, *more)
 
 def logged(out):
     return [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()]
@@ -1545,8 +1549,8 @@ def test_a_run_writes_what_it_promises(capsys):
 class Killed(BaseException):
     """Stands for kill -9: nothing catches it."""
 
-@each("saves", [0, 1, 2])
-def test_a_killed_run_resumes_bit_for_bit(tmp_path, monkeypatch, capsys, saves):
+@each("saves, more", [(0, ()), (1, ("--keep-states",)), (2, ())])
+def test_a_killed_run_resumes_bit_for_bit(tmp_path, monkeypatch, capsys, saves, more):
     """Pitfalls 21 and 22: killed before its first checkpoint, while saving the second or the third;
     the last complete one is always loadable."""
     calls = itertools.count()
@@ -1556,10 +1560,10 @@ def test_a_killed_run_resumes_bit_for_bit(tmp_path, monkeypatch, capsys, saves):
     save = torch.save
     monkeypatch.setattr(torch, "save", lambda *x: (save if next(calls) < saves else killer)(*x))
     with pytest.raises(Killed):
-        run_mini(tmp_path, "--checkpoint-every", "2")
+        run_mini(tmp_path, "--checkpoint-every", "2", *more)
     monkeypatch.setattr(torch, "save", save)
-    weights = run_mini(tmp_path, "--checkpoint-every", "3", "--resume")
-    assert same(weights, straight()[1]) and logged(tmp_path) == [*range(1, 9)]
+    weights = run_mini(tmp_path, "--checkpoint-every", "3", "--resume", *more)
+    assert same(weights, straight(*more)[1]) and logged(tmp_path) == [*range(1, 9)]
     assert (tmp_path / "checkpoints/best/model.safetensors").is_file()  # apart from the last
     assert ("starting from the beginning" in capsys.readouterr().out) == (saves == 0)
 
@@ -1696,7 +1700,7 @@ def readme_commands():
 def test_the_commands_of_the_readme_run(tmp_path, monkeypatch, capsys):
     """Pitfall 42: one after another, in a fresh folder; smaller models and fewer steps."""
     monkeypatch.chdir(tmp_path)
-    small = mini("unused", "--total-seq-len", "200", "--max-steps", "2", "--calibration-samples", "0")
+    small = mini("-", "--total-seq-len", "200", "--max-steps", "2", "--calibration-samples", "0")
     small = small[:2] + small[6:]  # not the data, not where to save
     names = {"FOLDER": str(mini_folder()), "FILE.json": str(mini_folder() / "rows.jsonl")}
     commands = readme_commands()

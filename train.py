@@ -142,8 +142,7 @@ def chunked_loss(draft, hidden, embedding, head, blocks, weights, norms, chunk):
     """Forward and backward one chunk of blocks at a time, on detached states; a single backward
     then runs through W1 and the backbone. Nothing is recomputed, one chunk of [K, V] tensors
     exists, and W1, as tall as V, gets one gradient, not one per chunk."""
-    parts = [part for part in (draft.markov_head, draft.confidence_head) if part is not None]
-    params = [p for part in parts for name, p in part.named_parameters() if "w1" not in name]
+    params = [p for name, p in draft.named_parameters() if "_head." in name and "w1" not in name]
     loss, totals, slot_grads = 0.0, collections.Counter(), []
     grads = [torch.zeros_like(p) for p in params]
     for start in range(0, len(hidden), chunk):
@@ -304,31 +303,29 @@ def answer_all(talks, target, tokenizer, args, key=""):
     -> [(token ids, where the answer starts)], Counter of what was skipped"""
     documents, skipped = [], collections.Counter()
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    places = [[i for i, x in enumerate(talk) if x["role"] == "assistant"] for talk in talks]
-    for wave in itertools.zip_longest(*places):  # the first answers, the second ones, ...
+    for place in range(max(map(len, talks), default=0)):
         asked = []
-        for talk, place in zip(talks, wave):
-            if place is not None:
+        for talk in talks:
+            if place < len(talk) and talk[place]["role"] == "assistant":
                 with counted(skipped):
-                    asked.append((talk, place, render(tokenizer, talk[:place], args)))
+                    asked.append((talk[place], render(tokenizer, talk[:place], args)))
         if args.responses == "target":
-            longest = max((len(ids) for _, _, ids in asked), default=0)
+            longest = max((len(ids) for _, ids in asked), default=0)
             answers = [one.tokens for one in generate(
-                target, None, [ids for _, _, ids in asked], args.answer_max_new_tokens,
+                target, None, [ids for _, ids in asked], args.answer_max_new_tokens,
                 **sampling_of(target, args), generator=seeded(args.seed, key, len(documents)),
                 max_concurrency=CACHED_TOKENS // (longest + args.answer_max_new_tokens) + 1,
                 stop_token_ids=target.generation_config.eos_token_id)]
-            for (talk, place, _), answer in zip(asked, answers):
-                text = tokenizer.decode(answer, skip_special_tokens=True)
-                talk[place] = {"role": "assistant", "content": text}
+            for (turn, _), answer in zip(asked, answers):
+                turn["content"] = tokenizer.decode(answer, skip_special_tokens=True)
         else:
-            texts = [talk[place]["content"] for talk, place, _ in asked]
-            answers = [tokenizer(text, add_special_tokens=False).input_ids + end
-                       if text.strip() else [] for text in texts]
-        for (_, _, prompt), answer in zip(asked, answers):
+            answers = [tokenizer(turn["content"], add_special_tokens=False).input_ids + end
+                       for turn, _ in asked]
+        for (turn, prompt), answer in zip(asked, answers):
+            ids = [*prompt, *answer][: args.total_seq_len]
             with counted(skipped):  # an anchor and the token after it
-                ids = [*prompt, *answer][: args.total_seq_len]
-                require(len(ids) >= len(prompt) + 2, "answer has fewer than two tokens")
+                require(turn["content"].strip() and len(ids) >= len(prompt) + 2,
+                        "answer has fewer than two tokens")
                 documents.append((ids, len(prompt)))
     return documents, skipped
 
@@ -345,19 +342,19 @@ def documents_of(talks, target, tokenizer, args, skipped):
              for i in range(0, len(talks), UNIT)}
     known = gather(known)[0]  # before the first process adds to it
     missing = [key for key in units if key not in known]
-    for i in tqdm(range(0, len(missing), ranks()), "answers", unit="unit", disable=rank() > 0):
+    for i in tqdm(range(0, len(missing), RANKS), "answers", unit="unit", disable=RANK > 0):
         mine = {key: answer_all(units[key], target, tokenizer, args, key)
-                for key in missing[i : i + ranks()][rank() : rank() + 1]}
+                for key in missing[i + RANK :][:1]}
         for part in filter(None, gather(mine)):
             known.update(part)
-            if rank() == 0:  # line end first: a kill may have cut off the line before
+            if RANK == 0:  # line end first: a kill may have cut off the line before
                 with path.open("a") as file:
                     file.write("\n" + json.dumps(part))
-    documents = []
+    pairs = []
     for found, lost in map(known.get, units):
+        pairs += found
         skipped.update(lost)
-        documents += [dict(ids=ids, start=start, number=len(documents) + i)
-                      for i, (ids, start) in enumerate(found)]
+    documents = [dict(ids=ids, start=start, number=i) for i, (ids, start) in enumerate(pairs)]
     stops = target.generation_config.eos_token_id
     cuts = sum(document["ids"][-1] not in stops for document in documents)
     print(f"kept {len(documents)} answers of {len(talks)} conversations ({cuts} cut, without an end"
@@ -402,18 +399,13 @@ def draft_vocabulary(documents, size, target):
 
 # --------------------------------------------------------------------------------------- training
 
-def rank():
-    """The number of this process under torchrun; alone: 0."""
-    return dist.get_rank() if dist.is_initialized() else 0
-
-def ranks():
-    return dist.get_world_size() if dist.is_initialized() else 1
+RANK = int(os.environ.get("RANK", 0))  # the number of this process under torchrun; alone: 0
+RANKS = int(os.environ.get("WORLD_SIZE", 1))
 
 def gather(part):
     """What every process has, in order of rank; alone: [part]. All wait here for each other."""
-    parts = [part]
-    if ranks() > 1:
-        parts = [None] * ranks()
+    parts = [part] * RANKS
+    if RANKS > 1:
         dist.all_gather_object(parts, part)
     return parts
 
@@ -439,50 +431,45 @@ def epoch_steps(documents, epoch, args):
 @torch.no_grad()
 def target_states(target, layer_ids, row, keep=False):
     """One packed forward of the frozen target over a row of documents -> features [1, S, n d],
-    target_hidden [1, S, d] after the final norm. keep: with the documents, for the next epoch."""
-    new, device = [document for document in row if "states" not in document], target.device
-    layers, d = [*layer_ids, target.config.num_hidden_layers - 1], target.config.hidden_size
-    if new:
-        counts = [len(document["ids"]) for document in new]
-        ids = torch.tensor([token for document in new for token in document["ids"]], device=device)
-        plan = dspark.Plan(0, [0] * len(new), counts, device)
-        cache = dspark.RaggedCache(len(new), max(counts))
+    target_hidden [1, S, d] after the final norm. keep: with the documents, for all epochs."""
+    counts, d = [len(document["ids"]) for document in row], target.config.hidden_size
+    if "states" in row[0]:
+        states = torch.cat([document["states"] for document in row])
+    else:
+        layers = [*layer_ids, target.config.num_hidden_layers - 1]
+        ids = torch.tensor(sum((document["ids"] for document in row), []), device=target.device)
+        plan = dspark.Plan(0, [0] * len(row), counts, target.device)
+        cache = dspark.RaggedCache(len(row), max(counts))
         with dspark.packed(target):
             _, states = dspark.run_target(target, cache, layers, ids, plan, ids[:1] * 0)  # 1 logit
-        for document, part in zip(new, states.split(counts)):
-            document["states"] = part.clone()
-    states = torch.cat([document["states"] for document in row])[None]
-    for document in row if not keep else ():
-        del document["states"]
-    return states.split([states.shape[-1] - d, d], -1)
+    for document, part in zip(row if keep else (), states.split(counts)):
+        document["states"] = part.clone()
+    return states[None].split([states.shape[-1] - d, d], -1)
 
-def row_loss(draft, target, row, epoch, args):
-    """-> loss, metrics; None where the row has no anchor"""
+def row_gradients(draft, target, row, rows, epoch, args):
+    """Forward and backward of one of a step's rows -> metrics, {} where it has no anchor"""
     tokens = [(token, place >= document["start"], number, place)
               for number, document in enumerate(row) for place, token in enumerate(document["ids"])]
     ids, mask, numbers, places = torch.tensor(tokens, device=target.device).T[:, None]  # [1, S]
     generator = seeded(args.seed, epoch, row[0]["number"])
     anchors, valid = sample_anchors(mask, numbers, args.max_anchors, [generator])
     if not valid.any():
-        return None
-    states = target_states(target, draft.config.target_layer_ids, row, args.keep_states)
+        return {}
+    states = target_states(target, draft.config.target_layer_ids, row)
     with torch.autocast(ids.device.type, torch.bfloat16, enabled=args.dtype == "bfloat16"):
-        return dspark_loss(
+        loss, metrics = dspark_loss(
             draft, *states, ids, mask, anchors, valid, numbers, places, args.loss_fn,
             args.dflash_decay_gamma, args.confidence_head_alpha, args.chunk_blocks)
+    (loss / rows).backward()
+    return {name: float(x) for name, x in dict(metrics, loss=loss.detach()).items()}
 
-def add_gradients(draft, target, rows, epoch, args):
-    """Backward through the rows of a step, shared out among the processes; gradients and metrics
-    are those of all rows -> mean metrics, {} without any anchor"""
-    found = []
-    for row in rows[rank() :: ranks()]:
-        result = row_loss(draft, target, row, epoch, args)
-        if result is not None:
-            loss, metrics = result
-            (loss / len(rows)).backward()
-            found.append({name: float(x) for name, x in dict(metrics, loss=loss.detach()).items()})
-    found = sum(gather(found), [])
-    if ranks() > 1 and found:
+def step_gradients(draft, target, rows, epoch, args):
+    """The rows of a step are shared out among the processes; gradients and metrics are those of all
+    rows -> mean metrics, {} without any anchor"""
+    found = [row_gradients(draft, target, row, len(rows), epoch, args)
+             for row in rows[RANK::RANKS]]
+    found = [metrics for part in gather(found) for metrics in part if metrics]
+    if RANKS > 1 and found:
         for weight in draft.parameters():
             weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
             dist.all_reduce(weight.grad)  # the sum: each loss is divided by all rows of the step
@@ -503,7 +490,10 @@ def train(draft, target, documents, prompts, args):
     last = folder / "checkpoints/last"
     last.parent.mkdir(parents=True, exist_ok=True)
     optimizer = torch.optim.AdamW(draft.parameters(), lr=args.lr, weight_decay=0.0, fused=True)
-    steps = args.max_steps or args.epochs * len(epoch_steps(documents, 0, args))
+    first_epoch = epoch_steps(documents, 0, args)
+    steps = args.max_steps or args.epochs * len(first_epoch)
+    for row in sum(first_epoch, []) if args.keep_states else ():
+        target_states(target, ids, row, keep=True)  # in these rows after --resume, too: bit for bit
     texts = digest([document["ids"] for document in documents])
     run = dict(vars(args), documents=texts, **dict.fromkeys(MAY_CHANGE))
     first, best = resume(last, draft, optimizer, run) if args.resume else (0, 0.0)
@@ -515,14 +505,14 @@ def train(draft, target, documents, prompts, args):
     work = ((epoch, rows) for epoch in itertools.count()
             for rows in epoch_steps(documents, epoch, args))
     bar = tqdm(itertools.islice(work, first, steps), "training", steps, initial=first, unit="step",
-               disable=rank() > 0)
-    path = folder / "metrics.jsonl" if rank() == 0 else os.devnull  # one process writes
-    old = path.read_text().splitlines() if first and rank() == 0 else []
-    with open(path, "w") as log:
-        log.writelines(f"{line}\n" for line in old[:first])  # steps since the checkpoint: again
+               disable=RANK > 0)
+    path = folder / "metrics.jsonl" if RANK == 0 else pathlib.Path(os.devnull)  # one writes
+    old = path.read_text().splitlines(keepends=True) if first else []
+    with path.open("w") as log:
+        log.writelines(old[:first])  # the steps since the checkpoint are taken again
         for step, (epoch, rows) in enumerate(bar, first + 1):
-            optimizer.zero_grad(set_to_none=True)
-            metrics = add_gradients(draft, target, rows, epoch, args)
+            optimizer.zero_grad()
+            metrics = step_gradients(draft, target, rows, epoch, args)
             bad = [name for name, value in metrics.items() if not math.isfinite(value)]
             require(not bad, f"step {step}: {', '.join(bad)} not finite; try a lower --lr")
             tokens += sum(len(document["ids"]) for row in rows for document in row)
@@ -534,24 +524,24 @@ def train(draft, target, documents, prompts, args):
             if metrics:
                 update(draft, optimizer, step - 1, steps, args)
                 bar.set_postfix(loss=f"{metrics['loss']:.3f}", tau=f"{metrics['tau']:.2f}")
-            if args.checkpoint_every and step % args.checkpoint_every == 0 and rank() == 0:
-                length = total(decode(target, draft, prompts[:8], args, 0.0)[0]).accepted_length
+            if args.checkpoint_every and step % args.checkpoint_every == 0 and RANK == 0:
+                length = total(decode(target, draft, prompts[:8], args, 0)[0]).accepted_length
                 tqdm.write(f"step {step}: accepted length {length:.2f} on held-out prompts")
                 if length > best:
                     best = length
                     draft.save_pretrained(last.with_name("best"))
-                save(last, draft, optimizer, step, best, run)
+                save(last, draft, optimizer, step=step, best=best, run=run)
     if skipped:
         print(f"{skipped} steps had no anchor and changed nothing")
-    if rank() == 0:
+    if RANK == 0:
         draft.save_pretrained(folder)
 
 MAY_CHANGE = ("resume", "save_path", "checkpoint_every")  # between a run and its continuation
 
-def save(path, draft, optimizer, step, best, run):
+def save(path, draft, optimizer, **progress):
     """Complete under another name, then renamed: a kill while saving costs nothing."""
-    state = dict(draft=draft.state_dict(), optimizer=optimizer.state_dict(), run=run)
-    torch.save(dict(state, step=step, best=best), path.with_suffix(".tmp"))
+    state = dict(progress, draft=draft.state_dict(), optimizer=optimizer.state_dict())
+    torch.save(state, path.with_suffix(".tmp"))
     os.replace(path.with_suffix(".tmp"), path)
 
 def resume(path, draft, optimizer, run):
@@ -568,40 +558,33 @@ def resume(path, draft, optimizer, run):
     optimizer.load_state_dict(saved["optimizer"])
     return saved["step"], saved["best"]
 
-HEAD_FLAGS = ("markov_rank", "markov_head_type", "enable_confidence_head",
-              "confidence_head_with_markov")
-
-def warm_start(draft, args):
+def warm_start(target, args, heads):
     """A DFlash checkpoint has no heads: it gains those that the flags ask for, its body stays."""
-    if draft.markov_head is not None or draft.confidence_head is not None:
-        return draft
-    heads = {name: getattr(args, name) for name in HEAD_FLAGS}
-    config = dspark.DSparkConfig(**{**vars(draft.config), **heads})
-    grown = DSparkDraft(config, draft.embed_tokens, draft.lm_head, draft.target_head,
-                        draft.draft_ids)
-    grown.load_state_dict(draft.state_dict(), strict=False)  # the fresh heads are missing
-    grown.own = draft.own
-    if grown.markov_head is not None:
-        torch.nn.init.normal_(grown.markov_head.markov_w1.weight, std=args.markov_std)
-    return grown.to(draft.target_head.device)
+    draft = DSparkDraft.from_pretrained(args.from_pretrained, target)
+    if draft.markov_head is None and draft.confidence_head is None:
+        shape = {**vars(draft.config), **heads}
+        fresh = DSparkDraft.from_target(target, draft.draft_ids, args.markov_std, **shape)
+        for name in ("config", "markov_head", "confidence_head"):
+            setattr(draft, name, getattr(fresh, name))
+    return draft
 
 def fresh_draft(args, target, tokenizer, draft_ids=None):
     """A draft by the flags, or the one of --from-pretrained; float32 weights."""
+    torch.manual_seed(args.seed)
+    heads = {name: getattr(args, name) for name in (
+        "markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")}
     if args.from_pretrained:
-        return warm_start(DSparkDraft.from_pretrained(args.from_pretrained, target), args)
-    mask, rows = args.mask_token_id, len(target.get_input_embeddings().weight)
-    if mask is None:
-        mask = len(tokenizer) if tokenizer.mask_token_id is None else tokenizer.mask_token_id
+        return warm_start(target, args, heads)
+    rows = len(target.get_input_embeddings().weight)
+    known = (args.mask_token_id, tokenizer.mask_token_id, len(tokenizer))
+    mask = next(token for token in known if token is not None)
     require(0 <= mask < rows, f"mask token {mask} is none of the {rows} embedding rows: give "
             "--mask-token-id, a special token that your text never uses, of "
             f"{dict(sorted((i, t) for t, i in tokenizer.get_added_vocab().items()))}")
-    names = ("block_size", "sample_from_anchor", *HEAD_FLAGS)
-    shape = {name: getattr(args, name) for name in names}
-    if args.target_layer_ids:
-        shape["target_layer_ids"] = args.target_layer_ids
-    torch.manual_seed(args.seed)
-    draft = DSparkDraft.from_target(target, draft_ids, args.markov_std, mask_token_id=mask,
-                                    num_hidden_layers=args.num_layers, **shape)
+    layers = {"target_layer_ids": args.target_layer_ids} if args.target_layer_ids else {}
+    draft = DSparkDraft.from_target(
+        target, draft_ids, args.markov_std, mask_token_id=mask, num_hidden_layers=args.num_layers,
+        block_size=args.block_size, sample_from_anchor=args.sample_from_anchor, **heads, **layers)
     if args.init_from_target:
         init_from_target(draft, target)
     return draft
@@ -610,9 +593,7 @@ def init_from_target(draft, target):
     """Start from what the target knows: its last layers, its final norm, its last tapped state."""
     sources = target.base_model.layers[-len(draft.layers) :]
     for layer, source in zip(draft.layers, sources):
-        own, theirs = layer.state_dict(), source.state_dict()
-        same = {k: v for k, v in theirs.items() if k in own and own[k].shape == v.shape}
-        layer.load_state_dict(same, strict=False)  # Llama has no q_norm, k_norm: they stay one
+        layer.load_state_dict(source.state_dict(), strict=False)  # Llama has no q_norm, no k_norm
     with torch.no_grad():
         draft.fc.weight.zero_()
         draft.fc.weight[:, -len(draft.fc.weight) :].fill_diagonal_(1)
@@ -621,45 +602,36 @@ def init_from_target(draft, target):
 
 # ------------------------------------------------ evaluation: held-out prompts, decoded for real
 
-def decode(target, draft, prompts, args, temperature, draft_sampling="sample"):
-    """-> Generations, seconds by phase, (confidence logits, accepted) of every round that neither a
-    stop token nor the budget cut short"""
-    rounds = []
+def decode(target, draft, prompts, args, temperature, draft_sampling="sample", together=None):
+    """-> Generations, seconds by phase, (confidence logits [N, gamma], accepted [N]) of the rounds
+    that neither a stop token nor the budget cut short"""
+    logits, accepted = [], []
 
     def keep(now):
-        every = zip(now.requests, now.confidence_logits or (), now.accepted)
-        rounds.extend((logits, count) for one, logits, count in every if not one.done)
+        for i, one in enumerate(now.requests):
+            if now.confidence_logits and not one.done:
+                logits.append(now.confidence_logits[i])
+                accepted.append(now.accepted[i])
 
     with stopwatch(target) as seconds:
         texts = generate(
             target, draft, prompts, args.eval_max_new_tokens, temperature,
             stop_token_ids=target.generation_config.eos_token_id,
-            max_concurrency=args.eval_concurrency, draft_sampling=draft_sampling,
-            generator=seeded(args.seed, temperature), on_round=keep)
-    return texts, seconds, rounds
+            max_concurrency=together or args.eval_concurrency, draft_sampling=draft_sampling,
+            generator=seeded(args.seed, float(temperature)), on_round=keep)
+    return texts, seconds, (torch.tensor(logits, dtype=torch.float64), torch.tensor(accepted))
 
-def columns(rounds):
-    """-> confidence logits [N, gamma], accepted [N]"""
-    logits, accepted = zip(*rounds)
-    return torch.tensor(logits, dtype=torch.float64), torch.tensor(accepted)
-
-def calibrate(target, draft, prompts, args):
+def calibrate(target, draft, prompts, rounds, args, temperature):
     """STS by temperature, since acceptance at 0 is another than at 1. Every second prompt decides
-    what is kept of what the others taught."""
-    found, many = {}, argparse.Namespace(**{**vars(args), "eval_concurrency": 16})
-    for temperature in (0.0, 1.0):
-        fit, check = (columns(decode(target, draft, part, many, temperature)[2])
-                      for part in (prompts[::2], prompts[1::2]))
-        found[f"{temperature:g}"] = fit_sts(*fit, check=check).tolist()
-    draft.config.dspark_extra["sts_temperatures"] = found
-
-def calibration_results(draft, rounds, temperature):
-    """ECE and AUC of the survival predictions by position, before and after, for JSON"""
-    known = draft.config.dspark_extra.get("sts_temperatures")
-    if not known or not rounds:
+    what is kept of what the others taught. -> ECE and AUC of the survival predictions of `rounds`
+    by position, before and after, for JSON"""
+    fit, check = (decode(target, draft, part, args, temperature, together=16)[2]
+                  for part in (prompts[::2], prompts[1::2]))
+    if not all(len(accepted) for _, accepted in (fit, check, rounds)):
         return {}
-    ours = torch.tensor(known[f"{temperature:g}"], dtype=torch.float64)
-    before, after = (calibration_report(*columns(rounds), t) for t in (torch.ones_like(ours), ours))
+    ours = fit_sts(*fit, check=check)
+    draft.config.dspark_extra.setdefault("sts_temperatures", {})[temperature] = ours.tolist()
+    before, after = (calibration_report(*rounds, t) for t in (torch.ones_like(ours), ours))
     print("  calibration error by position", " ".join(f"{x:.3f}" for x in before["ece"]), "-> ",
           " ".join(f"{x:.3f}" for x in after["ece"]))
     return dict(sts_temperatures=ours.tolist(), ece_before=before["ece"], ece_after=after["ece"],
@@ -681,21 +653,22 @@ def against_plain(plain, fast, draft_sampling):
         same_text=sum(a.tokens == b.tokens for a, b in zip(slow_texts, texts)),
         by_prompt=[(len(x.tokens), x.rounds, x.accepted) for x in texts])
 
-def evaluate(target, draft, prompts, plain, args):
-    """plain: {temperature: what `decode` gives without a draft} -> {temperature: results}"""
+def evaluate(target, draft, prompts, tuning, plain, args):
+    """plain: {temperature: what `decode` gives without a draft} -> {temperature: results}; the
+    draft's confidence is calibrated with the prompts in `tuning`"""
     results = {}
     for temperature, slow in plain.items():
         # Without a chain, drafts sampled independently clash: argmax proposals may do better there.
-        ways = ("sample", "argmax") if temperature and not draft.config.markov_rank else ("sample",)
-        tries = [decode(target, draft, prompts, args, temperature, way) for way in ways]
-        pairs = [(against_plain(slow, one, way), one[2]) for one, way in zip(tries, ways)]
-        best, rounds = max(pairs, key=lambda pair: pair[0]["accepted_length"])
-        results[f"{temperature:g}"] = best
+        ways = ["sample"] if draft.config.markov_rank or temperature == 0 else ["sample", "argmax"]
+        tries = {way: decode(target, draft, prompts, args, temperature, way) for way in ways}
+        way = max(tries, key=lambda way: total(tries[way][0]).accepted_length)
+        best = results[temperature] = against_plain(slow, tries[way], way)
         rate = best["tokens_per_second"]["speculative"]
-        print(f"temperature {temperature:g}: accepted length {best['accepted_length']:.2f}, "
+        print(f"temperature {temperature}: accepted length {best['accepted_length']:.2f}, "
               f"{rate:.0f} tokens/s, {best['speedup']:.2f} times plain decoding ({len(prompts)} "
-              f"held-out prompts, proposals: {best['draft_sampling']})")
-        best.update(calibration_results(draft, rounds, temperature))
+              f"held-out prompts, proposals: {way})")
+        if draft.confidence_head is not None:
+            best.update(calibrate(target, draft, tuning, tries[way][2], args, temperature))
     return results
 
 # ------------------------------------------------------------ --tiny: a language made on the spot
@@ -753,17 +726,16 @@ def make_tiny_target(args, folder):
 def tiny_facts(target, documents, texts, gamma):
     """What synthetic numbers must be read against: the target's entropy, and the accepted length at
     temperature 0, on `texts`, of drafting the commonest follower of each token."""
-    entropies, followers, found = [], collections.defaultdict(collections.Counter), []
-    for document in documents:
-        for token, follower in itertools.pairwise(document["ids"]):
-            followers[token][follower] += 1
+    entropies, found = [], []
+    pairs = collections.Counter(
+        pair for document in documents for pair in itertools.pairwise(document["ids"]))
+    guesses = dict(pair for pair, _ in reversed(pairs.most_common()))  # the commonest comes last
     for document in documents[:64]:
         logits = target(torch.tensor([document["ids"]], device=target.device)).logits
         log_p = logits[0, document["start"] - 1 : -1].log_softmax(-1)
         entropies.append(-(log_p.exp() * log_p).sum(-1))
     for text in texts:
-        right = [followers[a].most_common(1)[:1] == [(b, followers[a][b])]
-                 for a, b in itertools.pairwise(text)]
+        right = [guesses.get(a) == b for a, b in itertools.pairwise(text)]
         while right:
             found.append(1 + [*right[:gamma], False].index(False))
             right = right[found[-1] :]
@@ -777,8 +749,8 @@ def tiny_facts(target, documents, texts, gamma):
 def parser():
     p = argparse.ArgumentParser(description="Train a DSpark draft for a causal language model. "
                                 "@FILE stands for the flags in it.", fromfile_prefix_chars="@",
-                                formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    p.error = stop
+                                formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+                                usage=argparse.SUPPRESS)  # so that an error is a single line
     switch = dict(action=argparse.BooleanOptionalAction)
     add = p.add_argument_group("data").add_argument
     add("--tiny", action="store_true", help="no download: synthetic dialogues and target")
@@ -824,34 +796,27 @@ def parser():
     add("--dtype", choices=["auto", "float32", "bfloat16"], default="auto", help="bfloat16 on CUDA")
     add = p.add_argument_group("results").add_argument
     add("--save-path", default="output", help="folder for draft, logs and checkpoints")
-    add("--compare", nargs="*", choices=HEADS, help="several heads, equal budgets; no names: all, "
-        "that is dflash vanilla gated rnn")
+    add("--compare", nargs="*", choices=HEADS, help="several heads, equal budgets; no names: all")
     add("--checkpoint-every", type=int, default=500, help="steps between checkpoints; 0: none")
     add("--resume", action="store_true", help="go on from SAVE_PATH/checkpoints/last")
-    add("--calibration-samples", type=int, default=64, help="held-out prompts that the confidence "
-        "head is calibrated with")
+    add("--calibration-samples", type=int, default=64, help="held-out prompts for calibration")
     add("--eval-samples", type=int, default=32, help="held-out prompts")
     add("--eval-max-new-tokens", type=int, default=128, help="budget of a held-out answer")
     add("--eval-concurrency", type=int, default=1, help="held-out requests at a time")
     return p
 
-def stop(message):
-    print(f"train.py: {message}", file=sys.stderr)
-    sys.exit(2)
-
 def load_target(args):
     """The frozen target and its tokenizer, on the best device there is. Its generation config then
     lists every id that ends a turn, the tokenizer's too."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    device = "mps" if torch.backends.mps.is_available() else device
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     if args.dtype == "auto":
-        args.dtype = "bfloat16" if device == "cuda" else "float32"
-    name, kind = args.verifier_name_or_path, getattr(torch, args.dtype)
+        args.dtype = "bfloat16" if device.type == "cuda" else "float32"
+    name = args.verifier_name_or_path
     try:
         if not pathlib.Path(name).is_dir():  # ask once; transformers would retry for a minute
             huggingface_hub.HfApi().model_info(name, timeout=5)
         tokenizer = transformers.AutoTokenizer.from_pretrained(name)
-        target = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=kind)
+        target = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=args.dtype)
     except Exception as error:  # the hub's and the loaders' errors share no other base
         raise ValueError(NO_HUB.format(f"model {name}")) from error
     ends = target.generation_config.eos_token_id
@@ -873,9 +838,9 @@ def variant(args, name):
 def print_table(results):
     print(f"{'accepted length':16}{'T=0':>7}{'T=1':>7}{'x plain':>9}   draft k after k - 1, T=1")
     for name, x in results.items():
-        shares = " ".join(f"{share:.2f}" for share in x["1"]["conditional_acceptance"])
-        print(f"{name:16}{x['0']['accepted_length']:7.2f}{x['1']['accepted_length']:7.2f}"
-              f"{x['1']['speedup']:9.2f}   {shares}")
+        shares = " ".join(f"{share:.2f}" for share in x[1]["conditional_acceptance"])
+        print(f"{name:16}{x[0]['accepted_length']:7.2f}{x[1]['accepted_length']:7.2f}"
+              f"{x[1]['speedup']:9.2f}   {shares}")
 
 @torch.no_grad()
 def forecast(target, draft, talks, args):
@@ -907,21 +872,19 @@ def prepare(args, target, tokenizer):
     tuning, _ = questions_of(tuning, tokenizer, args, skipped)
     require(talks and prompts, f"--data {args.data}: got {len(talks)} conversations to train on and"
             f" {len(prompts)} held-out prompts; both are needed. Skipped: {dict(skipped)}")
-    if rank() == 0:
+    if RANK == 0:
         pathlib.Path(args.save_path, "prompts.json").write_text(json.dumps(texts, indent=1))
         forecast(target, fresh_draft(args, target, tokenizer), talks, args)
     return documents_of(talks, target, tokenizer, args, skipped), tuning, prompts
 
 def run(args):
     started, out = time.time(), pathlib.Path(args.save_path)
-    for name in ("max_samples", "batch_size", "max_anchors", "num_layers", "total_seq_len"):
-        require(getattr(args, name) > 0, f"--{name.replace('_', '-')} must be positive")
-    require(args.batch_size >= ranks(), f"--batch-size must be at least {ranks()}, one row for each"
-            f" process, got {args.batch_size}")
+    require(min(args.max_samples, args.max_anchors) > 0, "--max-samples, --max-anchors: at least 1")
+    require(args.batch_size >= RANKS, f"--batch-size: at least {RANKS}, one row for each process")
     out.mkdir(parents=True, exist_ok=True)
     if args.tiny and not pathlib.Path(args.verifier_name_or_path).is_dir():
         args.verifier_name_or_path = str(out / "target")
-        if rank() == 0:
+        if RANK == 0:
             make_tiny_target(args, args.verifier_name_or_path)
     gather(None)
     target, tokenizer = load_target(args)
@@ -931,25 +894,22 @@ def run(args):
     drafts = {name: fresh_draft(one, target, tokenizer, draft_ids) for name, one in flags.items()}
     for name, draft in drafts.items():
         train(draft, target, documents, prompts, flags[name])
-    if rank() > 0:
+    if RANK > 0:
         return
-    plain = {t: decode(target, None, prompts, args, t) for t in (0.0, 1.0)}
-    texts = [one.tokens for one in plain[0.0][0]]
+    plain = {t: decode(target, None, prompts, args, t) for t in (0, 1)}
+    texts = [one.tokens for one in plain[0][0]]
     facts = tiny_facts(target, documents, texts, args.block_size) if args.tiny else {}
     results = {}
     for name, draft in drafts.items():
-        if draft.confidence_head is not None and len(tuning) > 1:
-            calibrate(target, draft, tuning, args)
-            draft.save_pretrained(flags[name].save_path)
-        results[name] = evaluate(target, draft, prompts, plain, args)
+        results[name] = evaluate(target, draft, prompts, tuning, plain, args)
+        draft.save_pretrained(flags[name].save_path)  # with its calibration
     if args.compare:
         print_table(results)
         name = "vanilla" if "vanilla" in results else name
         drafts[name].save_pretrained(out)
-    top = {key: {t: x[key] for t, x in results[name].items()} for key in results[name]["0"]}
+    top = {key: {t: x[key] for t, x in results[name].items()} for key in results[name][0]}
     record = dict(
-        top, **facts,
-        results=results, seconds=time.time() - started, arguments=vars(args),
+        top, **facts, results=results, seconds=time.time() - started, arguments=vars(args),
         versions=dict(torch=torch.__version__, transformers=transformers.__version__))
     (out / "results.json").write_text(json.dumps(record, indent=1))
     print(f"saved in {out} after {time.time() - started:.0f} s; next: "
@@ -964,15 +924,14 @@ def main():
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     try:
-        if "LOCAL_RANK" in os.environ:  # started by torchrun
-            cuda = torch.cuda.is_available()
-            if cuda:
+        if RANKS > 1:
+            if torch.cuda.is_available():
                 torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-            dist.init_process_group("nccl" if cuda else "gloo")
-        with contextlib.redirect_stdout(open(os.devnull, "w") if rank() > 0 else sys.stdout):
+            dist.init_process_group()
+        with contextlib.redirect_stdout(open(os.devnull, "w") if RANK > 0 else sys.stdout):
             run(args)
     except ValueError as error:
-        stop(error)
+        p.error(error)
 
 if __name__ == "__main__":
     main()
