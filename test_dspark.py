@@ -34,7 +34,7 @@ from dspark import (MARKOV_HEADS, DraftSwitch, DSparkConfig, DSparkDraft, StaleB
                     profile_draft_seconds, profile_steps_per_second, rank_candidates,
                     schedule_prefixes, stopwatch, total, verify, visibility)
 
-torch.set_num_threads(2)
+torch.set_num_threads(1)  # small tensors; pytest -n 2 has a process per core
 transformers.logging.set_verbosity_error()
 DATA = pathlib.Path(__file__).parent / "testdata" / "fixtures"
 CASES = json.loads((DATA / "cases.json").read_text())["cases"]
@@ -46,6 +46,10 @@ HEADS = {"vanilla": {}, "gated": dict(markov_head_type="gated"),
 close = functools.partial(torch.testing.assert_close, rtol=0, atol=2e-5)
 each = pytest.mark.parametrize
 product = itertools.product
+
+def label(value):
+    """A test's name, the same in every process: without addresses."""
+    return re.sub(r" at 0x\w+", "", str(value))
 
 # ---------------------------------------------------------------------- models, drafts, helpers
 
@@ -882,7 +886,7 @@ def test_plain_decoding_equals_hugging_face(family):
     assert len(set(map(tuple, plain_text(family)))) > 12
 
 @each("family, schedule", [*product(["Qwen3"], SCHEDULES), *product(
-    ["Llama", "Mistral", "Qwen2"], ["full", "prefix", ragged])], ids=str)
+    ["Llama", "Mistral", "Qwen2"], ["full", "prefix", ragged])], ids=label)
 def test_speculation_leaves_the_greedy_text_as_it_is(family, schedule):
     """Pitfalls 27 (first draft unverified, stale context), 28 (leaks between requests): a draft
     that is right half the time; 16 requests at once, 6 in three places, 1 alone."""
@@ -1015,7 +1019,7 @@ GRID = [((1.0, 0, 1.0), {}), ((1.0, 0, 1.0), dict(schedule=0.5)), ((0.7, 3, 1.0)
         ((1.0, 0, 0.9), dict(schedule=ragged)),
         ((1.0, 0, 1.0), dict(schedule="prefix", steps_per_second=lambda size: (size + 2000)**-0.8))]
 
-@each("filters, options", GRID, ids=str)
+@each("filters, options", GRID, ids=label)
 def test_sampled_text_follows_the_targets_law(filters, options):
     """Pitfall 25: 9 settings, 12,500 texts of one token from the prompt and two from rounds, so
     200,000 tokens that a round decided. Bonferroni: one setting fails below 0.001 / 9, so under
@@ -1095,7 +1099,7 @@ def test_no_schedule_but_one_that_looks_ahead_changes_the_law(schedule, requests
 
 # -------------------------------------------------------- generate: work, counters, housekeeping
 
-@each("schedule", SCHEDULES, ids=str)
+@each("schedule", SCHEDULES, ids=label)
 def test_the_target_is_sent_r_plus_sum_of_lengths(schedule):
     """Pitfall 31: cut before the forward, in every round; the prompts travel once. A threshold
     verifies what comes before the first slot below it."""
