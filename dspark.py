@@ -736,18 +736,6 @@ def calibration_report(confidence_logits, accepted, temperatures):
         report["auc"].append(float(((lived > lost).double() + (lived == lost) / 2).mean()))
     return report
 
-def rank_candidates(confidence, steps_per_second):
-    """Algorithm 1's candidates: c_{r,j} [R, gamma] -> order [gamma R], best first, of the numbers
-    (j - 1) R + r, and Theta = tau SPS(B), the batch's tokens per second, with 0, 1, .. admitted."""
-    rows = len(confidence)
-    survival = confidence.double().cumprod(1)  # a_{r,j}
-    # Sorted, descending; the stable sort in (j, r) order breaks ties by smaller j, then smaller r.
-    ranked, order = survival.T.flatten().sort(descending=True, stable=True)  # [gamma R]
-    ranked = ranked[ranked > 0]  # zero survival never enters
-    tau = torch.cat([ranked.new_tensor([rows]), ranked]).cumsum(0)  # each request's own token, too
-    rates = [steps_per_second(rows + admitted) for admitted in range(len(tau))]  # B = R + admitted
-    return order, tau * tau.new_tensor(rates)  # Theta = tau * SPS(B)
-
 def schedule_prefixes(confidence, steps_per_second):
     """Algorithm 1: how many drafts of each request to verify, so that tokens per second peak.
 
@@ -757,25 +745,17 @@ def schedule_prefixes(confidence, steps_per_second):
     with R = 1, SPS(1, 2, 3) = 1, 0.5, 0.45, tokens a and b with p = (0.7, 0.3) and q = (0.5, 0.5),
     c_1 = 0.8, c_2 = 0.9 after a and 0 after b, it verifies only after a, and a comes out with
     probability 0.5 + 0.5 * 0.7 = 0.85."""
-    order, throughput = rank_candidates(confidence, steps_per_second)
+    rows = len(confidence)
+    survival = confidence.double().cumprod(1)  # a_{r,j}
+    # Sorted, descending; the stable sort in (j, r) order breaks ties by smaller j, then smaller r.
+    ranked, order = survival.T.flatten().sort(descending=True, stable=True)  # [gamma R]
+    ranked = ranked[ranked > 0]  # zero survival never enters
+    tau = torch.cat([ranked.new_tensor([rows]), ranked]).cumsum(0)  # each request's own token, too
+    rates = [steps_per_second(rows + admitted) for admitted in range(len(tau))]  # B = R + admitted
+    throughput = tau * tau.new_tensor(rates)  # Theta = tau * SPS(B)
     improves = throughput[1:] > throughput[:-1]
     admitted = int(improves.long().cumprod(0).sum())  # up to the first that does not
-    return torch.bincount(order[:admitted] % len(confidence), minlength=len(confidence))  # l_r
-
-class StaleBudget:
-    """A schedule for step costs with stairs (sec. 5.2), where the early stop may come too soon: the
-    number of drafts is the best one for the confidences of two rounds before, searched globally;
-    the current survivals only rank the candidates. Lossless: the number is fixed before this
-    round's drafts exist, and above x_{r,k} rank only drafts that do not follow from it."""
-    def __init__(self, steps_per_second):
-        self.steps_per_second, self.past = steps_per_second, deque([math.inf] * 2, maxlen=2)
-
-    def __call__(self, confidence):
-        rows = len(confidence)
-        order, throughput = rank_candidates(confidence, self.steps_per_second)
-        budget = min(self.past[0] * rows, confidence.numel())
-        self.past.append(int(throughput.argmax()) / rows)  # per request: some may leave or join
-        return torch.bincount(order[: round(budget)] % rows, minlength=rows)
+    return torch.bincount(order[:admitted] % rows, minlength=rows)  # l_r
 
 class DraftSwitch:
     """Whether to draft at all. Algorithm 1 takes the drafts, and what they cost, as given; a weak

@@ -28,7 +28,7 @@ import transformers
 from huggingface_hub import snapshot_download
 from tqdm import tqdm
 
-from dspark import (DSparkDraft, StaleBudget, StepCosts, choose_lengths, generate, probabilities,
+from dspark import (DSparkDraft, StepCosts, choose_lengths, generate, probabilities,
                     profile_draft_seconds, profile_steps_per_second, require, stopwatch, total)
 
 QUESTIONS = ["Why is the sky blue?", "How far is 2 hours at 72 km/h?", "Write FizzBuzz in Python."]
@@ -281,9 +281,8 @@ def bench(args, target, draft, prompts):
     report, words = dict(costs={}, rows=[]), []
     for requests in args.concurrency:
         costs, drafting = cost_tables(args, target, draft, requests)
-        stale = StaleBudget(lambda size: 1 / (drafting.seconds(requests) + costs.stairs(size)))
         fixed = {"plain": 0, **{f"first {k}": k for k in range(1, 1 + draft.config.gamma)}}
-        ways = {**fixed, "threshold 0.5": 0.5, "prefix": "prefix", "stale budget": stale}
+        ways = {**fixed, "threshold 0.5": 0.5, "prefix": "prefix"}
         size = max(2 * requests, 8)  # more than run at a time: requests join and leave
         work = args, target, draft, (prompts * size)[:size]
         turns = [(name, way) for _ in range(args.repeats) for name, way in ways.items()]

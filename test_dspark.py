@@ -29,9 +29,9 @@ from safetensors.torch import load_file, save_file
 import dspark
 import serve_demo
 import train
-from dspark import (MARKOV_HEADS, DraftSwitch, DSparkConfig, DSparkDraft, StaleBudget, StepCosts,
+from dspark import (MARKOV_HEADS, DraftSwitch, DSparkConfig, DSparkDraft, StepCosts,
                     VanillaHead, accept, calibration_report, draw, fit_sts, generate, probabilities,
-                    profile_draft_seconds, profile_steps_per_second, rank_candidates,
+                    profile_draft_seconds, profile_steps_per_second,
                     schedule_prefixes, stopwatch, total, verify, visibility)
 
 torch.set_num_threads(1)  # small tensors; pytest -n 2 has a process per core
@@ -793,15 +793,10 @@ def test_with_convex_step_times_the_early_stop_finds_the_best_of_all_lengths():
     assert len(stopped) > 4
 
 def test_a_stair_stops_algorithm_1_and_its_convex_fit_does_not():
-    """Step time 1 up to 4 tokens, 1.3 beyond: the stop comes at the stair. The stale budget and the
-    fitted curve go on."""
+    """Step time 1 up to 4 tokens, 1.3 beyond: the stop comes at the stair."""
     confidence, seconds = torch.full((2, 4), 0.9), [1.0] * 4 + [1.3] * 6
     assert schedule_prefixes(confidence, lambda size: 1 / seconds[size - 1]).sum() == 2
     assert schedule_prefixes(confidence, StepCosts(range(1, 11), seconds)).sum() == 8
-    stale = StaleBudget(lambda size: 1 / seconds[size - 1])
-    assert [int(stale(confidence).sum()) for _ in range(3)] == [8, 8, 8]
-    low = torch.full((2, 4), 0.1)
-    assert [int(stale(low).sum()) for _ in range(3)] == [8, 8, 2]  # two rounds later
 
 def test_the_fitted_curve_is_convex_rising_and_below_the_measured():
     r = torch.Generator().manual_seed(0)
@@ -865,11 +860,7 @@ def test_rounds_without_drafting_keep_the_drafts_context_current():
 
 # ------------------------------------------------------------------------- generate: greedy text
 
-SCHEDULES = ["full", 0, 1, GAMMA - 1, GAMMA, 0.45, 0.7, "prefix", "stale", ragged]
-
-def fresh(schedule):
-    """"stale" is ours: a policy with a memory, new for each run."""
-    return StaleBudget(cost) if schedule == "stale" else schedule
+SCHEDULES = ["full", 0, 1, GAMMA - 1, GAMMA, 0.45, 0.7, "prefix", ragged]
 
 @functools.cache
 def plain_text(family="Qwen3"):
@@ -894,7 +885,7 @@ def test_speculation_leaves_the_greedy_text_as_it_is(family, schedule):
                                max_new_tokens=11, steps_per_second=cost)
     for part, places in ((slice(16), None), (slice(6), 3), (slice(9, 10), 1)):
         out = decode(prompts=make_prompts(16)[part], max_concurrency=places,
-                     schedule=fresh(schedule))
+                     schedule=schedule)
         assert [one.tokens for one in out] == plain_text(family)[part]
         if schedule == "full" and not places:
             assert 2 < total(out).accepted_length < 4
@@ -1047,21 +1038,17 @@ def stair(requests):
     """Steps per second: the first draft makes a step cost 2.1 times as much, the others nothing."""
     return lambda size: 1.0 if size <= requests else 1 / 2.1
 
-def look_ahead(confidence, before):
-    order, throughput = rank_candidates(confidence, stair(len(confidence)))
-    best = order[: int(throughput.argmax())]
-    return torch.bincount(best % len(confidence), minlength=len(confidence))
-
-def stale_budget(confidence, before):
-    policy = StaleBudget(stair(len(confidence)))
-    return [policy(x) for x in (before, before, confidence)][-1]
+def look_ahead(confidence):
+    """The best of all lengths"""
+    rate, choices = stair(len(confidence)), product(range(3), repeat=len(confidence))
+    return torch.tensor(max(choices, key=lambda lengths: value(lengths, confidence, rate)))
 
 TOY_SCHEDULES = {
-    "full": lambda confidence, before: torch.full((len(confidence),), 2),
-    "threshold": lambda confidence, before: (confidence >= 0.5).long().cumprod(1).sum(1),
-    "stair": lambda confidence, before: schedule_prefixes(confidence, stair(len(confidence))),
-    "convex": lambda confidence, before: schedule_prefixes(confidence, lambda b: (b + 3) ** -0.55),
-    "stale": stale_budget, "look ahead": look_ahead}
+    "full": lambda confidence: torch.full((len(confidence),), 2),
+    "threshold": lambda confidence: (confidence >= 0.5).long().cumprod(1).sum(1),
+    "stair": lambda confidence: schedule_prefixes(confidence, stair(len(confidence))),
+    "convex": lambda confidence: schedule_prefixes(confidence, lambda b: (b + 3) ** -0.55),
+    "look ahead": look_ahead}
 
 def two_token_p_value(schedule, requests, count=200_000, seed=5):
     """-> p-value of the texts, mean length. A schedule is asked once per pattern of drafts."""
@@ -1069,13 +1056,10 @@ def two_token_p_value(schedule, requests, count=200_000, seed=5):
     first = draw(Q[0].expand(count, 3), u[0])
     second = draw(Q[1 + first], u[1])
     @functools.cache
-    def decide(now, before):
-        trust = [torch.stack([torch.full((requests,), 0.8), TRUST[list(x)]], 1)
-                 for x in (now, before)]
-        return TOY_SCHEDULES[schedule](*trust).tolist()
-    groups = [*map(tuple, first.view(-1, requests).tolist())]
-    earlier = groups[-1:] + groups if schedule == "stale" else groups
-    lengths = torch.tensor([decide(now, before) for now, before in zip(groups, earlier)])
+    def decide(drafts):
+        trust = torch.stack([torch.full((requests,), 0.8), TRUST[list(drafts)]], 1)
+        return TOY_SCHEDULES[schedule](trust).tolist()
+    lengths = torch.tensor([*map(decide, map(tuple, first.view(-1, requests).tolist()))])
     q = torch.stack([Q[0].expand(count, 3), Q[1 + first]], 1)
     p = torch.stack([P[0].expand(count, 3), P[1 + first], P[1 + second]], 1)
     accepted, token = accept(torch.stack([first, second], 1), lengths.flatten(), q, p, u[2:5].T)
@@ -1085,16 +1069,15 @@ def two_token_p_value(schedule, requests, count=200_000, seed=5):
     counts = torch.bincount(3 * start + following, minlength=9)
     return chi_square(counts, (P[0][:, None] * P[1:]).flatten() * count), lengths.double().mean()
 
-@each("schedule, requests", [  # 6,561 patterns of stale-4 would take seconds
-    one for one in product(TOY_SCHEDULES, (1, 2, 4)) if one != ("stale", 4)])
+@each("schedule, requests", [*product(TOY_SCHEDULES, (1, 2, 4))])
 def test_no_schedule_but_one_that_looks_ahead_changes_the_law(schedule, requests):
-    """Pitfall 33: 200,000 texts of two tokens each, R = 1, 2, 4; 14 honest settings at 0.001 / 14.
+    """Pitfall 33: 200,000 texts of two tokens each, R = 1, 2, 4; 12 honest settings at 0.001 / 12.
     A search over all lengths, which sees c_2 and with it the first draft, must be caught."""
     p_value, length = two_token_p_value(schedule, requests)
     if schedule == "look ahead":
         assert p_value < 1e-6
     else:
-        assert p_value > 0.001 / 14
+        assert p_value > 0.001 / 12
         assert length == {"full": 2, "stair": 0}.get(schedule, length) and 0 <= length <= 2
 
 # -------------------------------------------------------- generate: work, counters, housekeeping
@@ -1113,7 +1096,7 @@ def test_the_target_is_sent_r_plus_sum_of_lengths(schedule):
     def count(module, args, kwargs):
         sent.append((kwargs["input_ids"] if "input_ids" in kwargs else args[0]).numel())
     draft, hook = guess_half(), target.register_forward_pre_hook(count, with_kwargs=True)
-    out = total(generate(target, draft, prompts, 14, schedule=fresh(schedule), max_concurrency=4,
+    out = total(generate(target, draft, prompts, 14, schedule=schedule, max_concurrency=4,
                          steps_per_second=cost, on_round=on_round))
     hook.remove()
     assert sum(sent) == sum(map(len, prompts)) + sum(rounds)
@@ -1666,8 +1649,7 @@ def test_bench_writes_its_columns_and_plots_follow(demo_folder, tmp_path, capsys
     flags = ("--bench", "--concurrency", 1, 3, "--repeats", 1, "--max-new-tokens", 12)
     demo(demo_folder, *flags, "--json", tmp_path / "bench.json")
     report = json.loads((tmp_path / "bench.json").read_text())
-    names = ["plain", *(f"first {k}" for k in range(1, GAMMA + 1)), "threshold 0.5", "prefix",
-             "stale budget"]
+    names = ["plain", *(f"first {k}" for k in range(1, GAMMA + 1)), "threshold 0.5", "prefix"]
     rows = report["rows"]
     assert [(row["requests"], row["schedule"]) for row in rows] == [*product((1, 3), names)]
     for row in rows:
