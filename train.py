@@ -783,7 +783,7 @@ def parser():
     add("--loss-fn", type=json.loads, default='{"ce": 0.1, "tv": 0.9}', help="of ce, tv, kl_div")
     add("--confidence-head-alpha", type=float, default=1.0, help="weight of the confidence loss")
     add("--dflash-decay-gamma", type=float, default=4.0, help="slot i weighs exp(-i / this)")
-    add("--chunk-blocks", type=int, default=8, help="blocks whose logits exist at a time; 0: all")
+    add("--chunk-blocks", type=int, default=16, help="blocks whose logits exist at a time; 0: all")
     add("--epochs", type=int, default=5, help="passes over the data")
     add("--max-steps", type=int, default=0, help="optimiser steps; 0: by --epochs")
     add("--lr", type=float, default=3e-4, help="peak learning rate")
