@@ -273,13 +273,18 @@ class Layer(nn.Module):
         key = self.self_attn.k_norm(self.split(self.self_attn.k_proj(x)))
         return rotate(key, rope), self.split(self.self_attn.v_proj(x))
 
-    def forward(self, x, context, rope, mask):
-        """x [B, N K, d], context keys and values [B, G, S, e] -> [B, N K, d]"""
+    def forward(self, x, context, rope, masks):
+        """x [B, N K, d], context keys and values [B, G, S, e]; a mask for each group of blocks, of
+        their slots by the context they see and themselves -> [B, N K, d]"""
         block = self.input_layernorm(x)
         query = rotate(self.self_attn.q_norm(self.split(self.self_attn.q_proj(block))), rope)
-        pairs = zip(context, self.keys_values(block, rope))
-        key, value = (torch.cat(pair, 2) for pair in pairs)  # [B, G, S + N K, e]
-        out = attend(query, key, value, mask, self.dim**-0.5).transpose(1, 2).flatten(2)
+        every, out = (query, *self.keys_values(block, rope)), []
+        sizes = [mask.shape[2] * every[1].shape[1] // query.shape[1] for mask in masks]
+        for mask, query, *own in zip(masks, *(x.split(sizes, 2) for x in every)):
+            reach = mask.shape[3] - query.shape[2]
+            seen = (torch.cat([x[:, :, :reach], y], 2) for x, y in zip(context, own))
+            out.append(attend(query, *seen, mask, self.dim**-0.5))  # [B, H, slots, e]
+        out = torch.cat(out, 2).transpose(1, 2).flatten(2)  # [B, N K, H e]
         x = x + self.self_attn.o_proj(out)
         block = self.post_attention_layernorm(x)
         return x + self.mlp.down_proj(F.silu(self.mlp.gate_proj(block)) * self.mlp.up_proj(block))
@@ -349,6 +354,7 @@ DraftOutput = namedtuple("DraftOutput", "hidden logits confidence_logits")
 # tokens [R, g] target ids, drawn from q [R, g, V] (None if greedy); confidence logits [R, g] | None
 # and hidden [R, K, d], from which `heads` can tell what it saw in each slot
 Proposal = namedtuple("Proposal", "tokens q confidence_logits hidden")
+BLOCKS_TOGETHER = 16  # attend together in training
 
 class DSparkDraft(nn.Module):
     """The draft model M_d. Embedding and LM head are the target's: shared, frozen, not saved."""
@@ -397,18 +403,24 @@ class DSparkDraft(nn.Module):
         rope = rotary(position, self.config.head_dim, self.config.rope_theta)
         return [layer.keys_values(context, rope) for layer in self.layers]
 
-    def run_blocks(self, anchor, position, document, context, context_position, context_document):
+    def run_blocks(self, anchor, position, document, context, context_position, context_document,
+                   reach=None):
         """Blocks [anchor, mask, mask, ...] in one parallel pass. anchor tokens, their position and
-        document [B, N]; keys and values, position, document of context -> hidden [B, N, K, d]"""
+        document [B, N]; keys and values, position, document of context -> hidden [B, N, K, d].
+        reach: how far into the context the first 16 blocks see, the next 16, ...; None: all of it.
+        Blocks do not see each other either, so with anchors in order this halves the attention."""
         config, slot = self.config, torch.arange(self.config.block_size, device=position.device)
         ids = torch.where(slot == 0, anchor[..., None], config.mask_token_id)  # [B, N, K]
         x = F.embedding(ids, self.embed_tokens).flatten(1, 2).to(self.fc.weight.dtype)  # [B, NK, d]
         rope = rotary((position[..., None] + slot).flatten(1), config.head_dim, config.rope_theta)
         windows = [config.sliding_window * (k == "sliding_attention") for k in config.layer_types]
         fold = config.num_attention_heads // config.num_key_value_heads
-        masks = {w: fold_mask(visibility(
-            position, document, context_position, context_document, config, w), fold, x.dtype)
-            for w in set(windows)}
+        size = BLOCKS_TOGETHER if reach else anchor.shape[1]
+        blocks = [*zip(position.split(size, 1), document.split(size, 1),
+                       reach or [context_position.shape[1]])]
+        masks = {w: [fold_mask(visibility(
+            *block, context_position[:, :end], context_document[:, :end], config, w), fold, x.dtype)
+            for *block, end in blocks] for w in set(windows)}
         for layer, keys_values, window in zip(self.layers, context, windows):
             x = layer(x, keys_values, rope, masks[window])
         return self.norm(x).unflatten(1, (-1, config.block_size))  # [B, N, K, d]
@@ -422,7 +434,8 @@ class DSparkDraft(nn.Module):
             position_ids = position_ids.expand(input_ids.shape)
         context = self.context_keys_values(features, position_ids)
         blocks = (row.gather(1, anchors) for row in (input_ids, position_ids, document_ids))
-        return self.run_blocks(*blocks, context, position_ids, document_ids)
+        reach = [int(some.max()) for some in anchors.split(BLOCKS_TOGETHER, 1)]
+        return self.run_blocks(*blocks, context, position_ids, document_ids, reach)
 
     def heads(self, hidden, prev, embedding=None):
         """Teacher-forced: hidden [M, K, d], prev [M, K] (the token before the one a slot predicts)
@@ -431,7 +444,7 @@ class DSparkDraft(nn.Module):
         logits = self.base_logits(hidden)
         if self.markov_head is not None:
             embedding = self.markov_head.markov_w1(prev) if embedding is None else embedding
-            logits = logits + self.markov_head.unroll(embedding, hidden)
+            logits = logits + self.markov_head.unroll(embedding, hidden)  # eq. 4
         return logits, self.confidence(hidden, embedding)
 
     def base_logits(self, hidden):

@@ -81,17 +81,19 @@ def slot_terms(logits, target_logits, labels, draft_ids, names=("ce", "tv", "kl_
     """
     log_d, scores = logits.float().log_softmax(-1), target_logits.detach().float()
     p_t = scores.softmax(-1) if norm is None else (scores - norm[..., None]).exp()
-    if len(draft_ids) < p_t.shape[-1]:
-        p_t = p_t[..., draft_ids]  # [M, K, D]
-    p_d = log_d.exp()
-    terms = {"accept": torch.minimum(p_d.detach(), p_t).sum(-1)}
-    p_t /= p_t.sum(-1, keepdim=True).clamp(min=1e-30)  # renormalised over the draft vocabulary
+    p_d, terms = log_d.exp(), {}
+    if norm is not None or len(draft_ids) < p_t.shape[-1]:
+        p_t = p_t if norm is not None else p_t[..., draft_ids]  # [M, K, D]
+        terms["accept"] = 1 - (p_d.detach() - p_t).relu_().sum(-1)
+        p_t /= p_t.sum(-1, keepdim=True).clamp(min=1e-30)  # renormalised over the draft vocabulary
+    distance = (p_d - p_t).relu_().sum(-1)  # 1 - sum min(p_d, p_t), as p_d sums to 1
+    terms.setdefault("accept", 1 - distance.detach())
     if "ce" in names:
         column = torch.searchsorted(draft_ids, labels).clamp(max=len(draft_ids) - 1)
         has_id = draft_ids[column] == labels
         terms["ce"] = -log_d.gather(-1, column[..., None])[..., 0] * has_id
     if "tv" in names:
-        terms["tv"] = 1 - torch.minimum(p_d, p_t).sum(-1)
+        terms["tv"] = distance
     if "kl_div" in names:
         terms["kl_div"] = F.kl_div(log_d, p_t, reduction="none").sum(-1)
     return terms
@@ -104,8 +106,9 @@ def teacher_head(draft, states, where):
     if len(ids) == len(head):
         return head, None
     places, inverse = where.clamp(min=0).unique(return_inverse=True)
-    parts = states[places].to(head.dtype).split(256)
-    return head[ids], torch.cat([F.linear(x, head).float().logsumexp(-1) for x in parts])[inverse]
+    parts = states[places].to(head.dtype).split(64)
+    norm = torch.cat([F.linear(x, head).float().logsumexp(-1) for x in parts])
+    return head[ids] if "lm_head" in draft.own else draft.lm_head, norm[inverse]
 
 def block_loss(draft, hidden, embedding, head, blocks, weights, norms):
     """M blocks' part of the loss (eq. 12), and sums. hidden [M, K, d], embedding [M, K, r] of the
