@@ -283,7 +283,7 @@ def bench(args, target, draft, prompts):
         costs, drafting = cost_tables(args, target, draft, requests)
         fixed = {"plain": 0, **{f"first {k}": k for k in range(1, 1 + draft.config.gamma)}}
         ways = {**fixed, "threshold 0.5": 0.5, "prefix": "prefix"}
-        size = max(2 * requests, 8)  # more than run at a time: requests join and leave
+        size = max(4 * requests, 8)  # more than run at a time: requests join and leave
         work = args, target, draft, (prompts * size)[:size]
         turns = [(name, way) for _ in range(args.repeats) for name, way in ways.items()]
         found = [(name, measure(*work, way, requests, costs, drafting)[1]) for name, way in tqdm(
