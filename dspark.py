@@ -278,12 +278,13 @@ class Layer(nn.Module):
         their slots by the context they see and themselves -> [B, N K, d]"""
         block = self.input_layernorm(x)
         query = rotate(self.self_attn.q_norm(self.split(self.self_attn.q_proj(block))), rope)
-        every, out = (query, *self.keys_values(block, rope)), []
-        sizes = [mask.shape[2] * every[1].shape[1] // query.shape[1] for mask in masks]
-        for mask, query, *own in zip(masks, *(x.split(sizes, 2) for x in every)):
-            reach = mask.shape[3] - query.shape[2]
+        key, value = self.keys_values(block, rope)
+        sizes = [mask.shape[2] * key.shape[1] // query.shape[1] for mask in masks]  # slots of each
+        out = []
+        for mask, q, *own in zip(masks, *(x.split(sizes, 2) for x in (query, key, value))):
+            reach = mask.shape[3] - q.shape[2]
             seen = (torch.cat([x[:, :, :reach], y], 2) for x, y in zip(context, own))
-            out.append(attend(query, *seen, mask, self.dim**-0.5))  # [B, H, slots, e]
+            out.append(attend(q, *seen, mask, self.dim**-0.5))  # [B, H, slots, e]
         out = torch.cat(out, 2).transpose(1, 2).flatten(2)  # [B, N K, H e]
         x = x + self.self_attn.o_proj(out)
         block = self.post_attention_layernorm(x)

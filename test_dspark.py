@@ -435,6 +435,22 @@ def test_a_leak_of_the_anchors_target_state_is_noticed(monkeypatch):
     with pytest.raises(AssertionError, match="not close"):
         check_training_equals_drafting(make_target(), make_draft(), list(range(V)))
 
+@torch.no_grad()
+def test_blocks_attend_in_groups_as_they_would_alone(monkeypatch):
+    """Only as far into the context as the last of their anchors; in any order, in packed rows."""
+    draft, generator = make_draft(), torch.Generator().manual_seed(3)
+    ids = torch.randint(0, V, (2, 24), generator=generator)
+    features = torch.randn(2, 24, draft.fc.in_features, generator=generator)
+    documents = (torch.arange(24) > 10).long().expand(2, -1)
+    places = (torch.arange(24) - 11 * documents).expand(2, -1)
+    anchors = torch.randint(0, 24, (2, 20), generator=generator)
+    monkeypatch.setattr(dspark, "BLOCKS_TOGETHER", 3)
+    together = draft(features, ids, anchors, None, documents, places)
+    for i in range(20):
+        alone = draft(features, ids, anchors[:, i : i + 1], None, documents, places)
+        for some, one in zip(together, alone):
+            close(some[:, i : i + 1], one)
+
 def test_a_reduced_vocabulary_equals_a_dense_reference():
     """Pitfall 17: a greedy chain over a [V, V] table, -inf where there is no draft id."""
     draft, head = make_draft(draft_ids=DRAFT_IDS), make_target().get_output_embeddings().weight
