@@ -99,7 +99,7 @@ def load(args):
             name, allow_patterns=kinds, etag_timeout=5)
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
         target = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=args.dtype)
-    target.to(torch.accelerator.current_accelerator(check_available=True) or "cpu")
+    target.to("cuda" if torch.cuda.is_available() else "cpu")  # MPS has no float64
     draft = DSparkDraft.from_pretrained(args.draft, target).to(target.dtype)
     stops = target.generation_config.eos_token_id
     stops = stops if isinstance(stops, list) else [stops]

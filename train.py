@@ -809,9 +809,9 @@ def parser():
     return p
 
 def load_target(args):
-    """The frozen target and its tokenizer, on the best device there is. Its generation config then
+    """The frozen target and its tokenizer, on a GPU if there is one. Its generation config then
     lists every id that ends a turn, the tokenizer's too."""
-    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # MPS has no float64
     if args.dtype == "auto":
         args.dtype = "bfloat16" if device.type == "cuda" else "float32"
     name = args.verifier_name_or_path
