@@ -435,7 +435,7 @@ class DSparkDraft(nn.Module):
             position_ids = position_ids.expand(input_ids.shape)
         context = self.context_keys_values(features, position_ids)
         blocks = (row.gather(1, anchors) for row in (input_ids, position_ids, document_ids))
-        reach = [int(some.max()) for some in anchors.split(BLOCKS_TOGETHER, 1)]
+        reach = [int(some.max()) for some in anchors.cpu().split(BLOCKS_TOGETHER, 1)]
         return self.run_blocks(*blocks, context, position_ids, document_ids, reach)
 
     def heads(self, hidden, prev, embedding=None):
