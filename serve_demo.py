@@ -253,8 +253,8 @@ def write_page(args, tokenizer, draft, requests, rounds):
             drafts=labels(tokenizer, round.drafts),
             next_tokens=labels(tokenizer, round.next_tokens)))
     text = json.dumps(trace).replace("<", "\\u003c")  # a model can write </script>
-    page = (Path(__file__).parent / "assets" / "trace.html").read_text()
-    args.html.write_text(page.replace("__TRACE__", text))
+    page = (Path(__file__).parent / "assets" / "trace.html").read_text(encoding="utf-8")
+    args.html.write_text(page.replace("__TRACE__", text), encoding="utf-8")
 
 # -------------------------------------------------------------------- --bench: schedules compared
 def cost_tables(args, target, draft, requests):
