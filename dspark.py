@@ -779,16 +779,24 @@ def schedule_prefixes(confidence, steps_per_second):
 
 class DraftSwitch:
     """Whether to draft at all. Algorithm 1 takes the drafts, and what they cost, as given; a weak
-    draft or a full batch can lose. So over the last 64 requests' rounds the tokens won are compared
-    with what plain decoding writes in that time, R t_round / t_plain a round. Where they are fewer,
-    rounds go without drafts, but for a probe after 16, then 32, 64, 128 of them. The past alone
-    decides, so the text stays the target's; times come from the tables, so runs can be repeated."""
-    def __init__(self, step_seconds, draft_seconds):
+    draft or a full batch can lose. So what was sent and won per request in the last rounds, 64 of
+    one request or 8 of many, is put against what plain decoding would write in the time that takes
+    with the requests of now. Where it wins less, rounds go without drafts, but for a probe after 16,
+    then 32, 64, 128 of them. The past alone decides, so the text is the target's; times come from
+    the tables, so runs can be repeated."""
+    def __init__(self, step_seconds, draft_seconds, requests):
         self.step_seconds, self.draft_seconds = step_seconds, draft_seconds
-        self.past, self.idle, self.patience = deque(maxlen=64), 0, 16
+        self.past, self.idle, self.patience = deque(maxlen=max(8, 64 // requests)), 0, 16
 
-    def wants_draft(self):
-        if len(self.past) < 64 or sum(self.past) >= 0:
+    def pays(self, rows):
+        requests, sent, tokens = map(sum, zip(*self.past))
+        round_size = round(rows * (1 + sent / requests))
+        seconds = self.draft_seconds(rows) + self.step_seconds(round_size)
+        plain = seconds / self.step_seconds(rows)  # tokens of each request in that time
+        return tokens / requests >= 0.97 * plain  # within chance, drafting goes on
+
+    def wants_draft(self, rows):
+        if len(self.past) < self.past.maxlen or self.pays(rows):
             self.patience = 16
             return True
         self.idle = (self.idle + 1) % self.patience
@@ -798,10 +806,7 @@ class DraftSwitch:
 
     def record(self, lengths, committed):
         """After a round with drafts: what was verified, [R], and how many tokens that gave."""
-        rows = len(lengths)
-        seconds = self.draft_seconds(rows) + self.step_seconds(rows + sum(lengths))
-        plain = 0.97 * seconds / self.step_seconds(rows)  # within chance, drafting goes on
-        self.past.extend([committed / rows - plain] * rows)
+        self.past.append((len(lengths), sum(lengths), committed))
 
 def choose_lengths(schedule, confidence, g, rows, steps_per_second, draft_seconds):
     """The schedule's decision, R lengths in a list; made, and cut, before the target runs."""
@@ -1040,7 +1045,7 @@ def generate(target, draft, prompts, max_new_tokens, temperature=0.0, top_k=0, t
                 target, draft, rows, temperature=temperature, markov_top_k=markov_top_k).seconds
         if draft_seconds:
             stairs = getattr(steps_per_second, "stairs", lambda size: 1 / steps_per_second(size))
-            switch = DraftSwitch(stairs, draft_seconds)
+            switch = DraftSwitch(stairs, draft_seconds, rows)
 
     generator = generator or torch.default_generator
     noise = dict(dtype=torch.float64, generator=generator, device=generator.device)
@@ -1078,7 +1083,7 @@ def generate(target, draft, prompts, max_new_tokens, temperature=0.0, top_k=0, t
                 starts = [len(one.prompt) + len(one.tokens) - 1 for one in live]
                 u = torch.rand(len(live), 2 * g + 1, **noise).to(device)
                 drafts, q, trust_logits, hidden = anchors.new_zeros(len(live), 0), None, None, None
-                drafting = draft and (switch is None or switch.wants_draft())
+                drafting = draft and (switch is None or switch.wants_draft(len(live)))
                 if drafting:
                     context = [cache.view(f"draft {i}", 0, len(live), max(starts))
                                for i in range(len(draft.layers))]

@@ -837,16 +837,24 @@ def test_costs_are_measured_on_the_real_loop():
     assert target.config._attn_implementation != "dspark_packed"
 
 def test_drafting_stops_where_it_loses_and_is_probed_ever_more_rarely():
-    switch, asked = DraftSwitch(lambda size: 1.0, lambda rows: 0.5), []
+    switch, asked = DraftSwitch(lambda size: 1.0, lambda rows: 0.5, 4), []
     for _ in range(300):
-        asked.append(switch.wants_draft())
+        asked.append(switch.wants_draft(4))
         if asked[-1]:
             switch.record([0, 0, 0, 0], 4)  # nothing is ever accepted: 4 tokens for the price of 6
     places = [i for i, draft in enumerate(asked) if draft]
     assert places == [*range(16), 31, 63, 127, 255]
     for _ in range(32):
         switch.record([2, 2, 2, 2], 12)
-    assert all(switch.wants_draft() for _ in range(20))
+    assert all(switch.wants_draft(4) for _ in range(20))
+
+def test_whether_to_draft_depends_on_the_requests_of_now():
+    """What 8 requests could not pay back is worth it for the last two of them."""
+    switch = DraftSwitch(lambda size: max(8.0, size), lambda rows: 1.0, 8)
+    for _ in range(8):
+        assert switch.wants_draft(8)
+        switch.record([1] * 8, 12)  # 1.5 tokens each: 17 seconds for 8 requests, 9 for 2; plain 8
+    assert not switch.wants_draft(8) and switch.wants_draft(2)
 
 def test_what_drafting_took_counts_in_the_schedule():
     """Tokens per second of the round: the dearer the drafts were, the more it pays to verify."""
@@ -1144,13 +1152,20 @@ def test_the_target_is_left_as_found_also_after_an_exception(training):
         assert target.config._attn_implementation == "eager" and target.training == training
         assert not any("forward" in vars(part) for part in target.modules())
 
-@each("rows", [1, 3, 4, 13, 48, 49])
-def test_the_product_with_swapped_factors_is_the_same(rows):
-    x, weight, bias = torch.randn(1, rows, 24), torch.randn(40, 24), torch.randn(40)
+@each("rows", [1, 3, 4, 15, 16, 48, 49])
+@each("width", [320, 321])  # 321 rows cannot be cut into narrow products
+def test_products_of_few_rows_are_the_same(rows, width, monkeypatch):
+    x, bias = torch.randn(1, rows, 256), torch.randn(width)
+    weight = torch.randn(width, 256, requires_grad=True)
+    if 4 <= rows <= 48:
+        monkeypatch.setattr(dspark.F, "linear", None)  # torch's own must not be called
     for b in (None, bias):
         out = dspark.linear(x, weight, b)
-        close(out, F.linear(x, weight, b))
+        wanted = x @ weight.T + (0 if b is None else b)
+        close(out, wanted, atol=1e-4)
         assert out.is_contiguous()
+        ours, theirs = (torch.autograd.grad(y.square().sum(), weight)[0] for y in (out, wanted))
+        close(ours, theirs, rtol=1e-4, atol=1e-2)
 
 def test_prompts_join_in_groups_whose_padding_is_bounded(monkeypatch):
     """A long prompt must not make attention pad many short ones; the text stays the same."""
