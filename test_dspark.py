@@ -849,8 +849,9 @@ def test_drafting_stops_where_it_loses_and_is_probed_ever_more_rarely():
     assert all(switch.wants_draft(4) for _ in range(20))
 
 def test_whether_to_draft_depends_on_the_requests_of_now():
-    """What 8 requests could not pay back is worth it for the last two of them."""
-    switch = DraftSwitch(lambda size: max(8.0, size), lambda rows: 1.0, 8)
+    """What 8 requests could not pay back is worth it for the last two of them; it takes 8 rounds
+    to know."""
+    switch = DraftSwitch(lambda size: max(8.0, size), lambda rows: 1.0, 32)
     for _ in range(8):
         assert switch.wants_draft(8)
         switch.record([1] * 8, 12)  # 1.5 tokens each: 17 seconds for 8 requests, 9 for 2; plain 8
