@@ -829,6 +829,10 @@ def test_the_fitted_curve_is_convex_rising_and_below_the_measured():
     with pytest.raises(ValueError, match="ascending"):
         StepCosts([2, 1], [1.0, 1.0])
 
+def test_a_decision_by_stairs_takes_the_next_measured_size():
+    costs = StepCosts([1, 4, 8], [1.0, 2.0, 5.0])
+    assert [costs.stairs(size) for size in (1, 2, 4, 5, 8, 9)] == [1.0, 2.0, 2.0, 5.0, 5.0, 5.0]
+
 def test_costs_are_measured_on_the_real_loop():
     target = make_target()
     costs = profile_steps_per_second(target, requests=3, gamma=GAMMA, repeats=1, context=16)
