@@ -781,9 +781,9 @@ class DraftSwitch:
     """Whether to draft at all. Algorithm 1 takes the drafts, and what they cost, as given; a weak
     draft or a full batch can lose. So what was sent and won per request in the last rounds, 64 of
     one request or 8 of many, is put against what plain decoding would write in the time that takes
-    with the requests of now. Where it wins less, rounds go without drafts, but for a probe after 16,
-    then 32, 64, 128 of them. The past alone decides, so the text is the target's; times come from
-    the tables, so runs can be repeated."""
+    with the requests of now. Where it wins less, rounds go without drafts, but for a probe after
+    16, then 32, 64, 128 of them. The past alone decides, so the text is the target's; times come
+    from the tables, so runs can be repeated."""
     def __init__(self, step_seconds, draft_seconds, requests):
         self.step_seconds, self.draft_seconds = step_seconds, draft_seconds
         self.past, self.idle, self.patience = deque(maxlen=max(8, 64 // requests)), 0, 16
@@ -1179,8 +1179,8 @@ class StepCosts:
         return 1 / self.seconds(size)
 
     def stairs(self, size):
-        """Seconds of the next measured size: kernels work in whole tiles, and 40 tokens cost what
-        48 do. For decisions that need no convex curve."""
+        """Seconds of the next measured size, for decisions that need no convex curve: kernels work
+        in tiles, so a size between two measured ones costs more than the line between them."""
         place = numpy.searchsorted(self.sizes, size)
         return self.rising[min(int(place), len(self.sizes) - 1)]
 
