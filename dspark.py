@@ -636,8 +636,11 @@ def name_of(target):
 def config_for(target, overrides):
     """The DSparkConfig of a fresh draft: the target's sizes, then the overrides."""
     source, rows = flatten(target.config.to_dict()), len(target.get_input_embeddings().weight)
-    layers, odd = source["num_hidden_layers"], {*overrides} - {*ALL_FIELDS}
+    odd = {*overrides} - {*ALL_FIELDS}
     require(not odd, f"DSparkConfig has no fields {sorted(odd)}")
+    lacks = {"num_hidden_layers", "num_attention_heads", "hidden_size"} - {*source}
+    require(not lacks, f"{target.config.model_type}: its config.json has no {sorted(lacks)}")
+    layers = source["num_hidden_layers"]
     fields = {"head_dim": source["hidden_size"] // source["num_attention_heads"]}
     fields.update((name, source[name]) for name in [*QWEN3_FIELDS, "rope_theta"] if name in source)
     fields.update(
@@ -886,8 +889,10 @@ def packed_attention(module, query, key, value, attention_mask, scaling=None, dr
                      sliding_window=None, plan=None, **kwargs):
     """Attention function for Hugging Face models; un-packs queries just for the score product.
     query [1, H, T, e]; key, value [R, G, L, e] as the cache returned them -> [1, T, H, e]"""
-    unknown = {name for name, value in kwargs.items() if value is not None} - NOT_FOR_ATTENTION
-    require(not unknown, f"{type(module).__name__}: packed attention has no {sorted(unknown)}")
+    given = {**kwargs, "attention_mask": attention_mask}  # a model's own mask would be lost
+    unknown = {name for name, value in given.items() if value is not None} - NOT_FOR_ATTENTION
+    require(plan and not unknown, f"{type(module).__name__}: packed attention has no "
+            f"{sorted(unknown) or 'plan: the model does not pass it on'}")
     bias = plan.bias(query.shape[1] // key.shape[1], query.dtype, sliding_window)
     query = plan.unpack(query[0].transpose(0, 1)).transpose(1, 2)  # [R, H, longest, e]
     out = attend(query, key, value, bias, scaling or query.shape[-1] ** -0.5)
@@ -915,8 +920,9 @@ def packed(target):
         target.train(training)
 
 def run_target(target, cache, layer_ids, tokens, plan, keep=0):
-    """One packed forward of any causal LM: tokens [T] -> logits [T, V] (of the rows in keep; 0:
-    all), features [T, n d], the outputs of layer_ids (None without any)"""
+    """One packed forward of a causal LM, whose layers must pass keywords on to their attention:
+    tokens [T] -> logits [T, V] (of the rows in keep; 0: all), features [T, n d], the outputs of
+    layer_ids (None without any)"""
     cache.plan = plan
     name = "cache" if "cache" in inspect.signature(target.forward).parameters else "past_key_values"
     out = target(input_ids=tokens[None], position_ids=plan.position[None], logits_to_keep=keep,
@@ -983,8 +989,11 @@ def check_request(target, draft, prompts, max_new_tokens, schedule, sampling):
     rows, config = len(target.get_input_embeddings().weight), target.config
     limit = getattr(config, "max_position_embeddings", math.inf)
     layers = {*(getattr(config, "layer_types", None) or ())}
+    kind, window = type(target).__name__, getattr(config, "sliding_window", None) or limit
     require(layers <= {"full_attention", "sliding_attention"} and config.model_type != "rwkv",
-            f"{type(target).__name__}: only full and sliding attention can be rolled back")
+            f"{kind}: only full and sliding attention can be rolled back")
+    require(config.model_type not in ("phimoe", "qwen2_moe") or window >= limit,
+            f"{kind} hides its sliding window from the attention function, so it is not supported")
     gamma, whole = draft.config.gamma if draft else 0, type(schedule) is int
     require(min(temperature, top_k, top) >= 0 and 0 < top_p <= 1 and way in ("sample", "argmax"),
             "expected temperature, top_k, markov_top_k >= 0, 0 < top_p <= 1, draft_sampling sample "
@@ -1001,9 +1010,11 @@ def check_request(target, draft, prompts, max_new_tokens, schedule, sampling):
         require(theirs == rows, f"the draft's target has {theirs} token ids, this one {rows}")
         require(draft.confidence_head is not None or whole or schedule == "full",
                 f"schedule {schedule!r} needs a draft with a confidence head")
-    prompts = [torch.as_tensor(prompt).tolist() for prompt in prompts]
+    prompts = [prompt.tolist() if torch.is_tensor(prompt) else numpy.asarray(prompt).tolist()
+               for prompt in prompts]
     for i, prompt in enumerate(prompts):
-        require(type(prompt) is list and prompt and min(prompt) >= 0 and max(prompt) < rows,
+        ids = type(prompt) is list and {*map(type, prompt)} == {int}
+        require(ids and min(prompt) >= 0 and max(prompt) < rows,
                 f"prompt {i} must be token ids below {rows}, got {prompt}")
         require(len(prompt) + max_new_tokens + gamma <= limit, f"prompt {i}: {len(prompt)} tokens, "
                 f"{max_new_tokens} new, {gamma} drafts exceed max_position_embeddings {limit}")
@@ -1030,7 +1041,8 @@ def generate(target, draft, prompts, max_new_tokens, temperature=0.0, top_k=0, t
     draft = draft if g else None
     greedy_draft = temperature == 0 or draft_sampling == "argmax"
     layer_ids = draft.config.target_layer_ids if draft else ()
-    stops = {stop_token_ids} if type(stop_token_ids) is int else {*map(int, stop_token_ids)}
+    several = hasattr(stop_token_ids, "__len__")
+    stops = {*map(int, stop_token_ids if several else {stop_token_ids} - {None})}
     device, slots = target.device, max(map(len, prompts), default=0) + max_new_tokens + g
     requests = [Generation(i, prompt, max_new_tokens, g) for i, prompt in enumerate(prompts)]
     waiting, live = deque(one for one in requests if not one.done), []

@@ -121,7 +121,8 @@ def read_prompts(args):
 
 def encode(args, tokenizer, draft, texts):
     """Token ids of the prompts, by the chat template, in the draft's thinking mode."""
-    require(texts and all(map(str.strip, texts)), "expected prompts, each with some text")
+    require(texts and all(type(text) is str and text.strip() for text in texts),
+            "expected prompts, each with some text")
     trained, asked = draft.config.dspark_extra.get("enable_thinking"), args.enable_thinking
     if None not in (trained, asked) and trained != asked:
         print(f"warning: the draft was trained with enable_thinking={trained}", file=sys.stderr)
@@ -199,7 +200,7 @@ def compare(args, target, fast, plain):
 
 def serve(args, target, draft, prompts, tokenizer, texts):
     """Speculative and plain decoding of the prompts, shown and compared -> report for --json"""
-    work, at_a_time = (args, target, draft, prompts), args.concurrency[0]
+    work, at_a_time = (args, target, draft, prompts), min(args.concurrency[0], len(prompts))
     costs = cost_tables(args, target, draft, at_a_time) if args.schedule == "prefix" else ()
     results, fast, rounds = measure(*work, args.schedule, at_a_time, *costs)
     others, plain, _ = measure(*work, 0, at_a_time)
@@ -259,6 +260,8 @@ def write_page(args, tokenizer, draft, requests, rounds):
 # -------------------------------------------------------------------- --bench: schedules compared
 def cost_tables(args, target, draft, requests):
     """-> StepCosts of target forwards and of drafting, measured here or given back by --costs"""
+    require(draft.confidence_head, "this draft has no confidence head, so nothing to schedule by: "
+            "only --schedule full or a number of drafts")
     if args.costs:
         with explained(f"{args.costs}: not the --json of a --bench --concurrency {requests}"):
             saved = json.loads(args.costs.read_text())["costs"][str(requests)]

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 
+import numpy
 import pytest
 import tokenizers
 import torch
@@ -1197,6 +1198,8 @@ def test_the_stopwatch_tells_prefill_from_rounds():
 @each("options, words", [
     (dict(prompts=[[]]), "prompt 0"), (dict(prompts=[[1], [V]]), "prompt 1"),
     (dict(prompts=[[-1]]), "prompt 0"), (dict(prompts=[1, 2]), "prompt 0"),
+    (dict(prompts=["text"]), "prompt 0"), (dict(prompts=[[1.0]]), "prompt 0"),
+    (dict(prompts=torch.ones(1, 1, 2).long()), "prompt 0"),
     (dict(schedule=True), "schedule"),
     (dict(schedule=False), "schedule"), (dict(schedule=GAMMA + 1), "schedule"),
     (dict(schedule=-1), "schedule"), (dict(schedule=1.5), "schedule"),
@@ -1214,12 +1217,23 @@ def test_bad_input_is_refused_by_name(options, words):
 @each("kind, extra", [
     ("Mamba", dict(state_size=4)), ("Rwkv", dict(attention_hidden_size=32)),
     ("Bamba", dict(mamba_n_heads=8, mamba_d_head=8, mamba_d_state=8)),
-    ("Gemma2", dict(head_dim=8, initializer_range=3.0)), ("Granite", dict(logits_scaling=4.0))])
+    ("Doge", {}), ("Phimoe", dict(num_local_experts=2, sliding_window=6)),
+    ("StableLm", dict(head_dim=8)),
+    ("Gemma2", dict(head_dim=8, initializer_range=3.0)), ("Granite", dict(logits_scaling=4.0)),
+    ("GPTJ", dict(n_layer=2, n_head=2, n_embd=32, rotary_dim=8))])
 def test_targets_of_the_wrong_kind_are_refused_by_name(kind, extra):
-    """Pitfall 29 (a recurrent state cannot be rolled back); logits that are not head(state)."""
+    """Pitfall 29 (a recurrent state cannot be rolled back); a mask of the model's own, a window
+    only in the mask, a plan that does not arrive; logits that are not head(state); other names."""
     target = make_target(kind, **extra)
-    with pytest.raises(ValueError, match=kind):
-        make_draft(target) if kind in ("Gemma2", "Granite") else generate(target, None, [[1]], 3)
+    with pytest.raises(ValueError, match=f"(?i){kind}"):
+        drafts = kind in ("Gemma2", "Granite", "GPTJ")
+        make_draft(target) if drafts else generate(target, None, [[1]], 3)
+
+@each("shape", [int, numpy.int64, lambda x: [x], lambda x: {x}, lambda x: torch.tensor([x])])
+def test_stop_tokens_come_in_any_shape(shape):
+    whole = generate(make_target(), None, [[1]], 12, stop_token_ids=None)[0].tokens
+    cut = generate(make_target(), None, [[1]], 12, stop_token_ids=shape(whole[4]))[0].tokens
+    assert len(whole) == 12 and cut == whole[: whole.index(whole[4]) + 1]
 
 # ---------------------------------------------------------------------- the objective (train.py)
 
@@ -1612,6 +1626,66 @@ def test_answers_are_kept_and_go_on_where_they_stopped(tmp_path, monkeypatch):
     assert len(first) == 48 and path.read_text().endswith(text[-500:])
     second = [x for x in first if len(x["ids"]) > 60]
     assert second  # the second question is asked in the light of the first answer
+
+def test_a_step_is_the_mean_over_the_slots_of_its_rows(tmp_path):
+    """Not over rows: of a long and a short one, each slot counts as much as if they were one."""
+    args = train.parser().parse_args(mini(tmp_path, "--draft-vocab-size", "0"))
+    target, tokenizer = train.load_target(args)
+    rows = [[dict(ids=[(7 * i + n) % 90 for i in range(n)], start=2, number=n)] for n in (40, 6)]
+    found = []
+    for step in ([rows[0] + rows[1]], rows):
+        draft = train.fresh_draft(args, target, tokenizer)
+        args.max_anchors = 99  # all there are
+        found.append((train.step_gradients(draft, target, step, 0, args),
+                      [weight.grad for weight in draft.parameters()]))
+    (one, ours), (two, theirs) = found
+    assert one["slots"] == two["slots"]
+    assert two["loss"] == pytest.approx(one["loss"], rel=1e-4)
+    for a, b in zip(ours, theirs):
+        assert (a is None and b is None) or (a - b).norm() <= 1e-4 * a.norm() + 1e-7
+
+def test_a_dflash_checkpoint_gains_heads_and_is_saved(tmp_path):
+    """--from-pretrained: the new heads are written, too; heads of its own are not four others."""
+    bare = ("--markov-rank", "0", "--no-enable-confidence-head",
+            "--no-confidence-head-with-markov")
+    run_mini(tmp_path / "dflash", *bare)
+    assert any("markov" in name for name in run_mini(
+        tmp_path / "more", "--from-pretrained", str(tmp_path / "dflash")))
+    with pytest.raises(ValueError, match="heads of its own"):
+        run_mini(tmp_path / "two", "--from-pretrained", str(tmp_path / "more"), "--compare",
+                 "vanilla", "gated")
+
+@each("flags, words", [
+    (("--eval-max-new-tokens", "0"), "eval_max_new_tokens"), (("--loss-fn", "[1]"), "loss-fn"),
+    (("--eval-concurrency", "0"), "eval_concurrency"), (("--loss-fn", '{"l1": 1}'), "loss-fn")])
+def test_what_would_fail_after_training_is_refused_before(tmp_path, flags, words):
+    with pytest.raises(ValueError, match=words):
+        run_mini(tmp_path / "out", *flags)
+    assert not (tmp_path / "out").exists()
+
+def test_a_kill_right_after_resuming_leaves_the_log(tmp_path, monkeypatch):
+    calls, step_gradients = itertools.count(1), train.step_gradients
+    def killer(*x):
+        if next(calls) > 6:
+            raise Killed
+        return step_gradients(*x)
+    monkeypatch.setattr(train, "step_gradients", killer)
+    for more, steps in (((), 6), (("--resume",), 4)):
+        with pytest.raises(Killed):
+            run_mini(tmp_path, "--checkpoint-every", "4", *more)
+        assert logged(tmp_path) == [*range(1, steps + 1)]
+
+def test_answers_belong_to_weights_not_to_a_path(tmp_path):
+    """The same target elsewhere gets the same answers; other weights in its place, others."""
+    args = train.parser().parse_args(mini(tmp_path))
+    rows, written = train.read_rows(args.data, collections.Counter()), []
+    target, tokenizer = train.load_target(args)
+    for path, change in ((args.verifier_name_or_path, 1.0), ("elsewhere", 1.0), ("elsewhere", -1)):
+        target.config._name_or_path = path
+        target.get_output_embeddings().weight.data *= change
+        written.append(train.documents_of(train.conversations(rows, collections.Counter()), target,
+                                          tokenizer, args, collections.Counter()))
+    assert written[0] == written[1] != written[2]
 
 def test_two_processes_take_the_steps_of_one(tmp_path):
     """torchrun: rows of a step shared out, unequally (3 rows, 2 processes); one process writes."""

@@ -13,6 +13,7 @@ import argparse
 import collections
 import contextlib
 import hashlib
+import io
 import itertools
 import json
 import math
@@ -71,7 +72,9 @@ def slot_labels(config, input_ids, loss_mask, anchors, anchor_valid, document_id
     predicts = slot >= config.first_slot
     return index, (fine | ~predicts).long().cumprod(-1).bool() & predicts
 
-def slot_terms(logits, target_logits, labels, draft_ids, names=("ce", "tv", "kl_div"), norm=None):
+LOSSES = "ce", "tv", "kl_div"
+
+def slot_terms(logits, target_logits, labels, draft_ids, names=LOSSES, norm=None):
     """The loss terms slot by slot, in float32: bf16 softmaxes cost up to 31 % gradient error.
 
     logits [M, K, D], target_logits [M, K, V] (or [M, K, D] with norm [M, K], their logsumexp over
@@ -119,15 +122,15 @@ def block_loss(draft, hidden, embedding, head, blocks, weights, norms):
         flat = teacher.flatten(0, 1).to(head.dtype)
         target_logits = F.linear(flat, head).unflatten(0, labels.shape)  # [M, K, D]
         terms = slot_terms(logits, target_logits, labels, draft.draft_ids, weights, norm)
-        rate = terms.pop("accept")  # c*, eq. 8
+        rate = terms.pop("accept") * supervised  # c*, eq. 8
         if confidence is not None:
             terms["confidence"] = F.binary_cross_entropy_with_logits(  # eq. 11
                 confidence.float(), rate.clamp(0, 1), reduction="none")
         sums = {name: (weight * term).sum() / norms.get(name, norms["all"])
                 for name, term in terms.items()}
     loss = sum(weights[name] * value for name, value in sums.items())
-    survival = (rate * supervised)[:, draft.config.first_slot :].cumprod(1)
-    return loss, dict(sums, rate=(rate * supervised).sum(0), tau=survival.sum())
+    sums.update(rate=rate.sum(0), tau=rate[:, draft.config.first_slot :].cumprod(1).sum())
+    return loss, {name: value.detach() for name, value in sums.items()}
 
 class DeliverGradients(torch.autograd.Function):
     """Gradients that were computed chunk by chunk, handed on when loss.backward() asks for them."""
@@ -159,7 +162,7 @@ def chunked_loss(draft, hidden, embedding, head, blocks, weights, norms, chunk):
         for grad, addend in zip(grads, new[2:]):
             grad += addend
         loss = loss + share.detach()
-        totals.update({name: value.detach() for name, value in sums.items()})
+        totals.update(sums)
     grads = [*map(torch.cat, zip(*slot_grads)), *grads]
     return DeliverGradients.apply(loss, grads, hidden, embedding, *params), totals
 
@@ -174,7 +177,7 @@ def dspark_loss(draft, features, target_hidden, input_ids, loss_mask, anchors, a
     chunk_blocks: how many blocks' [K, V] tensors exist at a time; the result is the same.
     """
     weights, config = dict(loss_fn or {"ce": 0.1, "tv": 0.9}), draft.config
-    require(set(weights) <= {"ce", "tv", "kl_div"}, f"loss_fn knows ce, tv, kl_div, got {weights}")
+    require({*weights} <= {*LOSSES}, f"loss_fn knows {LOSSES}, got {weights}")
     weights["confidence"] = confidence_alpha
     hidden = draft.backbone(features, input_ids, anchors, document_ids, position_ids)
     index, supervised = slot_labels(
@@ -189,9 +192,7 @@ def dspark_loss(draft, features, target_hidden, input_ids, loss_mask, anchors, a
     weight = supervised * torch.exp(-slot.clamp(min=0) / decay)
     has_id = torch.isin(labels, draft.draft_ids)  # where not, the slot leaves the CE alone
     norms = {"all": weight.sum().clamp(min=1e-8), "ce": (weight * has_id).sum().clamp(min=1e-8)}
-    embedding = hidden[..., :0]
-    if draft.markov_head is not None:
-        embedding = draft.markov_head.markov_w1(prev)  # [M, K, r]
+    embedding = draft.markov_head.markov_w1(prev) if draft.markov_head else hidden[..., :0]
     head, norm = teacher_head(draft, target_hidden.flatten(0, 1), where)
     blocks = labels, teacher, norm, weight, supervised
     job = draft, hidden, embedding, head, blocks, weights, norms
@@ -200,11 +201,10 @@ def dspark_loss(draft, features, target_hidden, input_ids, loss_mask, anchors, a
     else:
         loss, sums = block_loss(*job)
     counts = supervised.sum(0)
-    sums = {name: value.detach() for name, value in sums.items()}
     rates, tau = sums.pop("rate") / counts.clamp(min=1), sums.pop("tau")
     metrics = {f"accept@{k + 1}": rate for k, rate in enumerate(rates[config.first_slot :])}
-    return loss, dict(metrics, **sums, tau=1 + tau / max(1, len(hidden)), slots=counts.sum(),
-                      without_draft_id=(supervised & ~has_id).sum())
+    return loss, dict(metrics, **sums, tau=1 + tau / max(1, len(hidden)), weight=norms["all"],
+                      slots=counts.sum(), without_draft_id=(supervised & ~has_id).sum())
 
 # ------------------------------------------------------------------ conversations and answers
 
@@ -234,7 +234,8 @@ def read_rows(source, skipped):
         import datasets  # slow to import; only hub data sets need it
         name = "Aeala/ShareGPT_Vicuna_unfiltered" if source == "sharegpt" else source
         try:
-            huggingface_hub.HfApi().dataset_info(name, timeout=5)  # no hub: fails at once
+            if not huggingface_hub.constants.HF_HUB_OFFLINE:
+                huggingface_hub.HfApi().dataset_info(name, timeout=5)  # no hub: fails at once
             return list(datasets.load_dataset(name)["train"])
         except Exception as error:  # the errors of the hub and of datasets share no other base
             raise ValueError(NO_HUB.format(f"data set {name}")) from error
@@ -325,7 +326,7 @@ def answer_all(talks, target, tokenizer, args, key=""):
             answers = [tokenizer(turn["content"], add_special_tokens=False).input_ids + end
                        for turn, _ in asked]
         for (turn, prompt), answer in zip(asked, answers):
-            ids = [*prompt, *answer][: args.total_seq_len]
+            ids = [*prompt, *answer][: min(args.total_seq_len, tokenizer.model_max_length)]
             with counted(skipped):  # an anchor and the token after it
                 require(turn["content"].strip() and len(ids) >= len(prompt) + 2,
                         "answer has fewer than two tokens")
@@ -338,21 +339,21 @@ def documents_of(talks, target, tokenizer, args, skipped):
     path, known = pathlib.Path(args.save_path, "answers.jsonl"), {}
     for line in path.read_text().split("\n") if path.exists() else ():
         known.update(json.loads(line) if line.endswith("}]}") else {})  # not cut off by a kill
-    salt = (target.config._name_or_path, tokenizer.chat_template, sampling_of(target, args),
+    weights = [x.flatten()[:4].tolist() for x in target.parameters()]  # not the path: it may move
+    salt = (weights, len(tokenizer), tokenizer.chat_template, sampling_of(target, args),
             args.responses, args.answer_max_new_tokens, args.enable_thinking, args.total_seq_len,
             args.seed)
     units = {digest(salt, i, talks[i : i + UNIT]): talks[i : i + UNIT]
              for i in range(0, len(talks), UNIT)}
     known = gather(known)[0]  # before the first process adds to it
     missing = [key for key in units if key not in known]
-    for i in tqdm(range(0, len(missing), RANKS), "answers", unit="unit", disable=RANK > 0):
-        mine = {key: answer_all(units[key], target, tokenizer, args, key)
-                for key in missing[i + RANK :][:1]}
-        for part in filter(None, gather(mine)):
-            known.update(part)
-            if RANK == 0:  # line end first: a kill may have cut off the line before
-                with path.open("a") as file:
-                    file.write("\n" + json.dumps(part))
+    with open(os.devnull if RANK > 0 else path, "a") as file:
+        for i in tqdm(range(0, len(missing), RANKS), "answers", unit="unit", disable=RANK > 0):
+            mine = {key: answer_all(units[key], target, tokenizer, args, key)
+                    for key in missing[i + RANK :][:1]}
+            for part in filter(None, gather(mine)):
+                known.update(part)  # line end first: a kill may have cut off the line before
+                print("\n" + json.dumps(part), end="", file=file, flush=True)
     pairs = []
     for found, lost in map(known.get, units):
         pairs += found
@@ -449,7 +450,7 @@ def target_states(target, layer_ids, row, keep=False):
         document["states"] = part.clone()
     return states[None].split([states.shape[-1] - d, d], -1)
 
-def row_gradients(draft, target, row, rows, epoch, args):
+def row_gradients(draft, target, row, epoch, args):
     """Forward and backward of one of a step's rows -> metrics, {} where it has no anchor"""
     tokens = [(token, place >= document["start"], number, place)
               for number, document in enumerate(row) for place, token in enumerate(document["ids"])]
@@ -463,28 +464,31 @@ def row_gradients(draft, target, row, rows, epoch, args):
         loss, metrics = dspark_loss(
             draft, *states, ids, mask, anchors, valid, numbers, places, args.loss_fn,
             args.dflash_decay_gamma, args.confidence_head_alpha, args.chunk_blocks)
-    (loss / rows).backward()
+    (loss * metrics["weight"]).backward()  # the step divides by the weight of all its rows
     return {name: float(x) for name, x in dict(metrics, loss=loss.detach()).items()}
 
 def step_gradients(draft, target, rows, epoch, args):
-    """The rows of a step are shared out among the processes; gradients and metrics are those of all
-    rows -> mean metrics, {} without any anchor"""
-    found = [row_gradients(draft, target, row, len(rows), epoch, args)
-             for row in rows[RANK::RANKS]]
+    """The rows of a step are shared out among the processes; gradients and metrics are means over
+    the slots of all rows, counts are sums -> metrics, {} without any anchor"""
+    found = [row_gradients(draft, target, row, epoch, args) for row in rows[RANK::RANKS]]
     found = [metrics for part in gather(found) for metrics in part if metrics]
-    if RANKS > 1 and found:
-        for weight in draft.parameters():
-            weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
-            dist.all_reduce(weight.grad)  # the sum: each loss is divided by all rows of the step
-    return {name: sum(x[name] for x in found) / len(found) for name in (found or [{}])[0]}
+    weights = [metrics.pop("weight") for metrics in found]
+    for weight in draft.parameters() if found else ():
+        weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
+        if RANKS > 1:
+            dist.all_reduce(weight.grad)
+        weight.grad /= sum(weights)
+    means = {name: sum(share * x[name] for share, x in zip(weights, found)) / sum(weights)
+             for name in (found or [{}])[0]}
+    counts = {name: sum(x[name] for x in found) for name in ("slots", "without_draft_id")}
+    return {**means, **counts} if found else {}
 
 def update(draft, optimizer, done, steps, args):
     """Step number `done`, counted from 0: clipped, at the warm-up's or the cosine's rate."""
     torch.nn.utils.clip_grad_norm_(draft.parameters(), 1.0)
     warm = max(1, round(args.warmup_ratio * steps))
     cosine = 0.5 + 0.5 * math.cos(math.pi * max(0, done - warm) / max(1, steps - warm))
-    for group in optimizer.param_groups:
-        group["lr"] = args.lr * min(cosine, (done + 1) / warm)
+    optimizer.param_groups[0]["lr"] = args.lr * min(cosine, (done + 1) / warm)
     optimizer.step()
 
 def train(draft, target, documents, prompts, args):
@@ -509,10 +513,10 @@ def train(draft, target, documents, prompts, args):
             for rows in epoch_steps(documents, epoch, args))
     bar = tqdm(itertools.islice(work, first, steps), "training", steps, initial=first, unit="step",
                disable=RANK > 0)
-    path = folder / "metrics.jsonl" if RANK == 0 else pathlib.Path(os.devnull)  # one writes
-    old = path.read_text().splitlines(keepends=True) if first else []
-    with path.open("w") as log:
-        log.writelines(old[:first])  # the steps since the checkpoint are taken again
+    path = folder / "metrics.jsonl"
+    with path.open("a+") if RANK == 0 else io.StringIO() as log:  # one writes
+        log.seek(0)
+        log.truncate(sum(len(log.readline()) for _ in range(first)))  # later steps: taken again
         for step, (epoch, rows) in enumerate(bar, first + 1):
             optimizer.zero_grad()
             metrics = step_gradients(draft, target, rows, epoch, args)
@@ -539,7 +543,8 @@ def train(draft, target, documents, prompts, args):
     if RANK == 0:
         draft.save_pretrained(folder)
 
-MAY_CHANGE = ("resume", "save_path", "checkpoint_every")  # between a run and its continuation
+# Between a run and its continuation; the hash of the documents tells other targets apart.
+MAY_CHANGE = "resume save_path checkpoint_every verifier_name_or_path".split()
 
 def save(path, draft, optimizer, **progress):
     """Complete under another name, then renamed: a kill while saving costs nothing."""
@@ -564,10 +569,14 @@ def resume(path, draft, optimizer, run):
 def warm_start(target, args, heads):
     """A DFlash checkpoint has no heads: it gains those that the flags ask for, its body stays."""
     draft = DSparkDraft.from_pretrained(args.from_pretrained, target)
-    if draft.markov_head is None and draft.confidence_head is None:
+    bare = draft.markov_head is None and draft.confidence_head is None
+    fits = all(getattr(draft.config, name) == value for name, value in heads.items())
+    require(bare or fits or not args.compare,
+            f"--compare: {args.from_pretrained} has heads of its own, other than {heads}")
+    if bare:
         shape = {**vars(draft.config), **heads}
         fresh = DSparkDraft.from_target(target, draft.draft_ids, args.markov_std, **shape)
-        for name in ("config", "markov_head", "confidence_head"):
+        for name in ("config", "shapes", "markov_head", "confidence_head"):
             setattr(draft, name, getattr(fresh, name))
     return draft
 
@@ -608,13 +617,12 @@ def init_from_target(draft, target):
 def decode(target, draft, prompts, args, temperature, draft_sampling="sample", together=None):
     """-> Generations, seconds by phase, (confidence logits [N, gamma], accepted [N]) of the rounds
     that neither a stop token nor the budget cut short"""
-    logits, accepted = [], []
+    kept = []
 
     def keep(now):
-        for i, one in enumerate(now.requests):
-            if now.confidence_logits and not one.done:
-                logits.append(now.confidence_logits[i])
-                accepted.append(now.accepted[i])
+        seconds["rounds"] = seconds.get("rounds", 0) + 1  # of the loop: one target forward each
+        rounds = zip(now.requests, now.accepted, now.confidence_logits or ())
+        kept.extend(pair for one, *pair in rounds if not one.done)
 
     with stopwatch(target) as seconds:
         texts = generate(
@@ -622,6 +630,7 @@ def decode(target, draft, prompts, args, temperature, draft_sampling="sample", t
             stop_token_ids=target.generation_config.eos_token_id,
             max_concurrency=together or args.eval_concurrency, draft_sampling=draft_sampling,
             generator=seeded(args.seed, float(temperature)), on_round=keep)
+    accepted, logits = zip(*kept) if kept else ((), ())
     return texts, seconds, (torch.tensor(logits, dtype=torch.float64), torch.tensor(accepted))
 
 def calibrate(target, draft, prompts, rounds, args, temperature):
@@ -644,7 +653,7 @@ def against_plain(plain, fast, draft_sampling):
     """The same prompts decoded plainly and with a draft, by the same loop -> results, for JSON"""
     (slow_texts, slow, _), (texts, seconds, _), counts = plain, fast, total(fast[0])
     rates = [sum(len(x.tokens) for x in one) / clock["all"] for one, clock, _ in (plain, fast)]
-    per_round = 1e3 / max(1, counts.rounds)
+    per_round = 1e3 / seconds.get("rounds", 1)
     return dict(
         accepted_length=counts.accepted_length, rounds=counts.rounds, draft_sampling=draft_sampling,
         acceptance_by_position=counts.acceptance_by_position,
@@ -652,7 +661,7 @@ def against_plain(plain, fast, draft_sampling):
         tokens_per_second=dict(zip(("plain", "speculative"), rates)), speedup=rates[1] / rates[0],
         draft_ms=per_round * (seconds["all"] - seconds["target"] - seconds["prefill"]),
         verify_ms=per_round * seconds["target"],
-        plain_ms=1e3 * slow["target"] / max(1, total(slow_texts).rounds),
+        plain_ms=1e3 * slow["target"] / slow.get("rounds", 1),
         same_text=sum(a.tokens == b.tokens for a, b in zip(slow_texts, texts)),
         by_prompt=[(len(x.tokens), x.rounds, x.accepted) for x in texts])
 
@@ -666,10 +675,9 @@ def evaluate(target, draft, prompts, tuning, plain, args):
         tries = {way: decode(target, draft, prompts, args, temperature, way) for way in ways}
         way = max(tries, key=lambda way: total(tries[way][0]).accepted_length)
         best = results[temperature] = against_plain(slow, tries[way], way)
-        rate = best["tokens_per_second"]["speculative"]
         print(f"temperature {temperature}: accepted length {best['accepted_length']:.2f}, "
-              f"{rate:.0f} tokens/s, {best['speedup']:.2f} times plain decoding ({len(prompts)} "
-              f"held-out prompts, proposals: {way})")
+              f"{best['tokens_per_second']['speculative']:.0f} tokens/s, {best['speedup']:.2f} "
+              f"times plain decoding ({len(prompts)} held-out prompts, proposals: {way})")
         if draft.confidence_head is not None:
             best.update(calibrate(target, draft, tuning, tries[way][2], args, temperature))
     return results
@@ -816,7 +824,8 @@ def load_target(args):
         args.dtype = "bfloat16" if device.type == "cuda" else "float32"
     name = args.verifier_name_or_path
     try:
-        if not pathlib.Path(name).is_dir():  # ask once; transformers would retry for a minute
+        local = pathlib.Path(name).is_dir() or huggingface_hub.constants.HF_HUB_OFFLINE
+        if not local:  # ask once; transformers would retry for a minute
             huggingface_hub.HfApi().model_info(name, timeout=5)
         tokenizer = transformers.AutoTokenizer.from_pretrained(name)
         target = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=args.dtype)
@@ -833,9 +842,9 @@ HEADS = {"dflash": dict(markov_rank=0, sample_from_anchor=False, enable_confiden
 
 def variant(args, name):
     """The flags for one head of --compare; the data and the budget stay equal."""
-    change = dict(HEADS[name], save_path=f"{args.save_path}/{name}")
-    if name == "dflash":
-        change["block_size"] = args.block_size + 1  # DFlash's layout: as many drafts
+    wider = name == "dflash" and args.sample_from_anchor  # DFlash's layout: as many drafts
+    change = dict(HEADS[name], save_path=f"{args.save_path}/{name}",
+                  block_size=args.block_size + wider)
     return argparse.Namespace(**{**vars(args), **change})
 
 def print_table(results):
@@ -882,7 +891,10 @@ def prepare(args, target, tokenizer):
 
 def run(args):
     started, out = time.time(), pathlib.Path(args.save_path)
-    require(min(args.max_samples, args.max_anchors) > 0, "--max-samples, --max-anchors: at least 1")
+    counts = "max_samples max_anchors eval_concurrency eval_max_new_tokens".split()
+    require(min(getattr(args, name) for name in counts) > 0, f"{', '.join(counts)}: at least 1")
+    require(isinstance(args.loss_fn, dict) and {*args.loss_fn} <= {*LOSSES},
+            f"--loss-fn expects weights of {LOSSES}, got {args.loss_fn}")
     require(args.batch_size >= RANKS, f"--batch-size: at least {RANKS}, one row for each process")
     out.mkdir(parents=True, exist_ok=True)
     if args.tiny and not pathlib.Path(args.verifier_name_or_path).is_dir():
@@ -910,7 +922,8 @@ def run(args):
         print_table(results)
         name = "vanilla" if "vanilla" in results else name
         drafts[name].save_pretrained(out)
-    top = {key: {t: x[key] for t, x in results[name].items()} for key in results[name][0]}
+    top = {key: {t: x[key] for t, x in results[name].items() if key in x}
+           for key in results[name][0]}
     record = dict(
         top, **facts, results=results, seconds=time.time() - started, arguments=vars(args),
         versions=dict(torch=torch.__version__, transformers=transformers.__version__))
@@ -920,7 +933,7 @@ def run(args):
 
 def main():
     p = parser()
-    if "--tiny" in sys.argv:
+    if p.parse_args().tiny:  # in an @FILE, too
         p.set_defaults(**TINY)
     args = p.parse_args()
     args.compare = [*HEADS] if args.compare == [] else args.compare
