@@ -1033,9 +1033,10 @@ def generate(target, draft, prompts, max_new_tokens, temperature=0.0, top_k=0, t
     "prefix" takes the costs of this machine: steps_per_second(B) and draft_seconds(R). With both it
     also stops drafting where that loses (DraftSwitch); without draft_seconds drafts count as free;
     without either both are measured first, and only then is a clock read.
-    max_concurrency requests run at once, others join as places become free. generator: of
-    all random numbers, else torch's own. draft_sampling "argmax": greedy proposals, one-hot q.
-    markov_top_k: walk only so many candidates. on_round(Round) is called after each round."""
+    max_concurrency requests run at once, others join as places become free, a quarter of all at a
+    time. generator: of all random numbers, else torch's own. markov_top_k: walk only so many
+    candidates. draft_sampling "argmax": greedy proposals, one-hot q. on_round(Round) is called
+    after each round."""
     filters, sampling = (temperature, top_k, top_p), (markov_top_k, draft_sampling)
     prompts, g = check_request(target, draft, prompts, max_new_tokens, schedule, filters + sampling)
     draft = draft if g else None
@@ -1045,7 +1046,7 @@ def generate(target, draft, prompts, max_new_tokens, temperature=0.0, top_k=0, t
     stops = {*map(int, stop_token_ids if several else {stop_token_ids} - {None})}
     device, slots = target.device, max(map(len, prompts), default=0) + max_new_tokens + g
     requests = [Generation(i, prompt, max_new_tokens, g) for i, prompt in enumerate(prompts)]
-    waiting, live = deque(one for one in requests if not one.done), []
+    waiting, live, joined = deque(one for one in requests if not one.done), [], []
     require(max_concurrency is None or max_concurrency > 0, f"max_concurrency {max_concurrency}")
     rows = min(max_concurrency or len(prompts), len(prompts))
     cache = RaggedCache(rows, slots)
@@ -1073,9 +1074,12 @@ def generate(target, draft, prompts, max_new_tokens, temperature=0.0, top_k=0, t
 
     with packed(target):
         while waiting or live:
-            # 1. Admit prompts into free rows, some at a time; the prefill gives a first token each.
+            # 1. Admit prompts once a quarter of the rows is free, as together they cost less, and
+            # then until none is; the prefill gives a first token each.
+            free = rows - len(live)
+            admits = joined or free >= min(rows // 4, len(waiting))
             joined = []
-            while waiting and len(live) + len(joined) < rows:
+            while admits and waiting and len(joined) < free:
                 counts = [len(one.prompt) for one in (*joined, waiting[0])]
                 if joined and len(counts) * max(counts) > PREFILL_CELLS:
                     break
@@ -1222,7 +1226,8 @@ def profile_steps_per_second(target, requests=1, gamma=7, context=128, repeats=3
 
     def step(size):
         rows = min(size, requests)
-        counts = [size // rows + (i < size % rows) for i in range(rows)]
+        left = [size - rows - i * gamma for i in range(rows)]  # drafts for request i and later ones
+        counts = [1 + max(0, min(gamma, drafts)) for drafts in left]  # uneven, as Algorithm 1 sends
         plan = Plan(0, [context] * rows, counts, target.device)
         tokens = torch.zeros(size, dtype=torch.long, device=target.device)
         with stopwatch(target) as seconds:
