@@ -1229,6 +1229,15 @@ def test_targets_of_the_wrong_kind_are_refused_by_name(kind, extra):
         drafts = kind in ("Gemma2", "Granite", "GPTJ")
         make_draft(target) if drafts else generate(target, None, [[1]], 3)
 
+def test_prompts_join_a_quarter_of_the_places_at_a_time():
+    """Of 8 places one alone stays free, two are filled, while prompts wait; nobody is left out."""
+    live = []
+    texts = generate(make_target(), None, [[i] for i in range(40)], 20, stop_token_ids=[3, 60],
+                     max_concurrency=8, on_round=lambda now: live.append(now.requests))
+    waits = [now for now in live if len({*range(40)} - {one.index for one in now}) and
+             max(one.index for one in now) < 39]
+    assert {len(now) for now in waits} == {7, 8} and all(one.tokens for one in texts)
+
 @each("shape", [int, numpy.int64, lambda x: [x], lambda x: {x}, lambda x: torch.tensor([x])])
 def test_stop_tokens_come_in_any_shape(shape):
     whole = generate(make_target(), None, [[1]], 12, stop_token_ids=None)[0].tokens
