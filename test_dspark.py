@@ -834,10 +834,13 @@ def test_a_decision_by_stairs_takes_the_next_measured_size():
     costs = StepCosts([1, 4, 8], [1.0, 2.0, 5.0])
     assert [costs.stairs(size) for size in (1, 2, 4, 5, 8, 9)] == [1.0, 2.0, 2.0, 5.0, 5.0, 5.0]
 
-def test_costs_are_measured_on_the_real_loop():
-    target = make_target()
+def test_costs_are_measured_on_the_real_loop(monkeypatch):
+    """With lengths as uneven as Algorithm 1's: whole blocks of some requests, nothing of others."""
+    target, sent, plan = make_target(), [], dspark.Plan
+    monkeypatch.setattr(dspark, "Plan", lambda *x: sent.append(x[2]) or plan(*x))
     costs = profile_steps_per_second(target, requests=3, gamma=GAMMA, repeats=1, context=16)
     assert costs.sizes == [1, 2, 3, 6, 9, 12, 15] and min(costs.measured) > 0
+    assert sent[-7:] == [[1], [1, 1], [1, 1, 1], [4, 1, 1], [5, 3, 1], [5, 5, 2], [5, 5, 5]]
     assert profile_draft_seconds(target, guess_half(), 3, repeats=1).sizes == [1, 3]
     assert target.config._attn_implementation != "dspark_packed"
 
