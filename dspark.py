@@ -30,6 +30,7 @@ Where we differ from the public code (speculators 0.9.0, DeepSpec), and why
       losses are weighted means, sum(w * term) / sum(w) (speculators divides by the slot count);
     * verification is packed: R + sum(l_r) tokens in one row; only attention pads to the longest.
 """
+import bisect
 import contextlib
 import dataclasses
 import functools
@@ -780,36 +781,46 @@ def schedule_prefixes(confidence, steps_per_second):
     admitted = int(improves.long().cumprod(0).sum())  # up to the first that does not
     return torch.bincount(order[:admitted] % rows, minlength=rows)  # l_r
 
-class DraftSwitch:
-    """Whether to draft at all. Algorithm 1 takes the drafts, and what they cost, as given; a weak
-    draft or a full batch can lose. So what was sent and won per request in the last rounds, 64 of
-    one request or 8 of many, is put against what plain decoding would write in the time that takes
-    with the requests of now. Where it wins less, rounds go without drafts, but for a probe after
-    16, then 32, 64, 128 of them. The past alone decides, so the text is the target's; times come
-    from the tables, so runs can be repeated."""
-    def __init__(self, step_seconds, draft_seconds, requests):
-        self.step_seconds, self.draft_seconds = step_seconds, draft_seconds
-        self.past, self.idle, self.patience = deque(maxlen=max(8, 64 // requests)), 0, 16
+class DraftLimit:
+    """How many drafts a request gets at most, 0..gamma. Algorithm 1 takes the drafts, and what they
+    cost, as given, and a smooth cost; a weak draft or a full batch can lose, and real costs have
+    steps. So the share of drafts that survive, by position over the last 32 requests' rounds (8 of
+    the loop or more), says how many tokens each limit would give in the measured seconds of a round
+    in which all get so many. The best limit holds, but for a whole block after 16 rounds, then 32,
+    64, 128, to look again. The past alone decides, so the text is the target's (the budget of sec.
+    5.2 is lossless for this reason, too); times come from tables, so runs can be repeated."""
+    def __init__(self, gamma, step_seconds, draft_seconds, requests):
+        self.gamma, self.step_seconds, self.draft_seconds = gamma, step_seconds, draft_seconds
+        self.memory, self.seen, self.survival = max(8, 32 // requests), [0] * gamma, [0.0] * gamma
+        self.below, self.patience = 0, 16  # rounds below gamma in turn
 
-    def pays(self, rows):
-        requests, sent, tokens = map(sum, zip(*self.past))
-        round_size = round(rows * (1 + sent / requests))
-        seconds = self.draft_seconds(rows) + self.step_seconds(round_size)
-        plain = seconds / self.step_seconds(rows)  # tokens of each request in that time
-        return tokens / requests >= 0.97 * plain  # within chance, drafting goes on
+    def best(self, rows):
+        tokens = itertools.accumulate(self.survival, initial=1.0)
+        seconds = [self.step_seconds(rows * (1 + k)) for k in range(1 + self.gamma)]
+        seconds[0] /= 0.97  # within chance, drafting goes on
+        seconds[1:] = (self.draft_seconds(rows) + step for step in seconds[1:])
+        rates = [count / time for count, time in zip(tokens, seconds)]
+        return rates.index(max(rates))
 
-    def wants_draft(self, rows):
-        if len(self.past) < self.past.maxlen or self.pays(rows):
-            self.patience = 16
-            return True
-        self.idle = (self.idle + 1) % self.patience
-        if self.idle == 0:
+    def choose(self, rows):
+        best = self.best(rows) if min(self.seen) >= self.memory else self.gamma
+        if best == self.gamma:
+            self.below, self.patience = 0, 16
+            return best
+        self.below = (self.below + 1) % self.patience
+        if self.below == 0:
             self.patience = min(2 * self.patience, 128)
-        return self.idle == 0
+        return best if self.below else self.gamma
 
-    def record(self, lengths, committed):
-        """After a round with drafts: what was verified, [R], and how many tokens that gave."""
-        self.past.append((len(lengths), sum(lengths), committed))
+    def record(self, confidence, lengths, accepted):
+        """After a round with drafts, confidence [R, g], the others [R]: what was verified counts as
+        it came out, what was not as the confidence says."""
+        slot = torch.arange(confidence.shape[1], device=confidence.device)
+        hits = (slot < accepted[:, None]).to(confidence)
+        lived = torch.where(slot < lengths[:, None], hits, confidence).cumprod(1).mean(0)  # [g]
+        for j, share in enumerate(lived.tolist()):
+            self.seen[j] = min(self.seen[j] + 1, self.memory)
+            self.survival[j] += (share - self.survival[j]) / self.seen[j]
 
 def choose_lengths(schedule, confidence, g, rows, steps_per_second, draft_seconds):
     """The schedule's decision, R lengths in a list; made, and cut, before the target runs."""
@@ -1031,9 +1042,9 @@ def generate(target, draft, prompts, max_new_tokens, temperature=0.0, top_k=0, t
     prompts: 1-D LongTensors or lists. schedule: "full"; an int, drafts per round (0: plain); a
     float, threshold on c_k; "prefix", Algorithm 1; or a callable confidence [R, gamma] -> lengths.
     "prefix" takes the costs of this machine: steps_per_second(B) and draft_seconds(R). With both it
-    also stops drafting where that loses (DraftSwitch); without draft_seconds drafts count as free;
-    without either both are measured first, and only then is a clock read.
-    max_concurrency requests run at once, others join as places become free, a quarter of all at a
+    also drafts less, or not at all, where that pays (DraftLimit); without draft_seconds drafts
+    count as free; without either both are measured first, and only then is a clock read.
+    max_concurrency requests run at once, others join as places become free, an eighth of all at a
     time. generator: of all random numbers, else torch's own. markov_top_k: walk only so many
     candidates. draft_sampling "argmax": greedy proposals, one-hot q. on_round(Round) is called
     after each round."""
@@ -1050,7 +1061,7 @@ def generate(target, draft, prompts, max_new_tokens, temperature=0.0, top_k=0, t
     require(max_concurrency is None or max_concurrency > 0, f"max_concurrency {max_concurrency}")
     rows = min(max_concurrency or len(prompts), len(prompts))
     cache = RaggedCache(rows, slots)
-    switch = None
+    limit = None
     if schedule == "prefix" and draft and rows:
         if steps_per_second is None:  # the one case in which a clock is read
             steps_per_second = profile_steps_per_second(target, rows, g)
@@ -1058,7 +1069,7 @@ def generate(target, draft, prompts, max_new_tokens, temperature=0.0, top_k=0, t
                 target, draft, rows, temperature=temperature, markov_top_k=markov_top_k).seconds
         if draft_seconds:
             stairs = getattr(steps_per_second, "stairs", lambda size: 1 / steps_per_second(size))
-            switch = DraftSwitch(stairs, draft_seconds, rows)
+            limit = DraftLimit(g, stairs, draft_seconds, rows)
 
     generator = generator or torch.default_generator
     noise = dict(dtype=torch.float64, generator=generator, device=generator.device)
@@ -1074,10 +1085,10 @@ def generate(target, draft, prompts, max_new_tokens, temperature=0.0, top_k=0, t
 
     with packed(target):
         while waiting or live:
-            # 1. Admit prompts once a quarter of the rows is free, as together they cost less, and
+            # 1. Admit prompts once an eighth of the rows is free, as together they cost less, and
             # then until none is; the prefill gives a first token each.
             free = rows - len(live)
-            admits = joined or free >= min(rows // 4, len(waiting))
+            admits = joined or free >= min(rows // 8, len(waiting))
             joined = []
             while admits and waiting and len(joined) < free:
                 counts = [len(one.prompt) for one in (*joined, waiting[0])]
@@ -1094,23 +1105,23 @@ def generate(target, draft, prompts, max_new_tokens, temperature=0.0, top_k=0, t
                     one.commit([], token, "first", stops)
                 live += joined
             else:
-                # 2. Draft a block for every live request.
+                # 2. Draft for every live request.
                 anchors = torch.tensor([one.tokens[-1] for one in live], device=device)  # [R]
                 starts = [len(one.prompt) + len(one.tokens) - 1 for one in live]
                 u = torch.rand(len(live), 2 * g + 1, **noise).to(device)
                 drafts, q, trust_logits, hidden = anchors.new_zeros(len(live), 0), None, None, None
-                drafting = draft and (switch is None or switch.wants_draft(len(live)))
-                if drafting:
+                most = limit.choose(len(live)) if limit else g
+                if most:
                     context = [cache.view(f"draft {i}", 0, len(live), max(starts))
                                for i in range(len(draft.layers))]
                     drafts, q, trust_logits, hidden = draft.propose(
-                        anchors, torch.tensor(starts, device=device), context, g, u[:, g + 1 :],
+                        anchors, torch.tensor(starts, device=device), context, most, u[:, g + 1 :],
                         filters, markov_top_k, greedy_draft)
                 trust = trust_logits is not None
                 confidence = draft.calibrated(trust_logits, temperature) if trust else None
                 # 3. Schedule: what to verify is decided, and cut, before the target runs.
-                lengths = choose_lengths(schedule, confidence, drafts.shape[1], len(live),
-                                         steps_per_second, draft_seconds)
+                lengths = choose_lengths(schedule, confidence, most, len(live), steps_per_second,
+                                         draft_seconds)
                 # 4. Verify: one packed row of exactly R + sum(l_r) tokens.
                 plan = Plan(0, starts, [1 + length for length in lengths], device)
                 kept, wide = torch.tensor(lengths, device=device), max(lengths)
@@ -1126,8 +1137,8 @@ def generate(target, draft, prompts, max_new_tokens, temperature=0.0, top_k=0, t
                     one.drafted += len(block)
                     origin = "bonus" if count == length else "correction"
                     one.commit(block[:count], new, origin, stops)
-                if drafting and switch:
-                    switch.record(lengths, len(live) + sum(row[0] for row in table))
+                if limit and most:
+                    limit.record(confidence, kept, accepted)
                 if on_round:
                     trusts = (x.tolist() if trust else None for x in (confidence, trust_logits))
                     on_round(Round([*live], anchors.tolist(), drafts.tolist(), lengths, *trusts,
@@ -1197,8 +1208,8 @@ class StepCosts:
     def stairs(self, size):
         """Seconds of the next measured size, for decisions that need no convex curve: kernels work
         in tiles, so a size between two measured ones costs more than the line between them."""
-        place = numpy.searchsorted(self.sizes, size)
-        return self.rising[min(int(place), len(self.sizes) - 1)]
+        place = bisect.bisect_left(self.sizes, size)
+        return self.rising[min(place, len(self.sizes) - 1)]
 
     def __str__(self):
         rows = [f"{size:6}{1e3 * seen:12.2f}{1e3 * fit:12.2f}"
@@ -1213,22 +1224,23 @@ def slope(start, end):
     return (end[1] - start[1]) / (end[0] - start[0])
 
 def median_seconds(step, sizes, repeats):
-    """step(size) returns its seconds -> medians of interleaved passes, after a warm-up."""
+    """step(size) returns its seconds -> medians of `repeats` passes over the sizes after a warm-up;
+    of fewer, but at least 3, where that takes more than 10 seconds."""
     step(sizes[-1])
-    passes = [[step(size) for size in sizes] for _ in range(repeats)]
+    passes = []
+    while len(passes) < min(3, repeats) or len(passes) < repeats and sum(map(sum, passes)) < 10:
+        passes.append([step(size) for size in sizes])
     return [statistics.median(times) for times in zip(*passes)]
 
 @torch.inference_mode()
-def profile_steps_per_second(target, requests=1, gamma=7, context=128, repeats=3):
+def profile_steps_per_second(target, requests=1, gamma=7, context=128, repeats=7):
     """Time packed forwards of R, 2 R, ... (1 + gamma) R tokens of R requests, and of 1, 2, 4, ...
     of as many, `context` cached ones before each -> StepCosts, a callable B -> SPS(B)"""
     cache = RaggedCache(requests, context + 1 + gamma)
 
     def step(size):
         rows = min(size, requests)
-        left = [size - rows - i * gamma for i in range(rows)]  # drafts for request i and later ones
-        counts = [1 + max(0, min(gamma, drafts)) for drafts in left]  # uneven, as Algorithm 1 sends
-        plan = Plan(0, [context] * rows, counts, target.device)
+        plan = Plan(0, [context] * rows, [size // rows] * rows, target.device)
         tokens = torch.zeros(size, dtype=torch.long, device=target.device)
         with stopwatch(target) as seconds:
             run_target(target, cache, (), tokens, plan)

@@ -30,7 +30,7 @@ from safetensors.torch import load_file, save_file
 import dspark
 import serve_demo
 import train
-from dspark import (MARKOV_HEADS, DraftSwitch, DSparkConfig, DSparkDraft, StepCosts,
+from dspark import (MARKOV_HEADS, DraftLimit, DSparkConfig, DSparkDraft, StepCosts,
                     VanillaHead, accept, calibration_report, draw, fit_sts, generate, probabilities,
                     profile_draft_seconds, profile_steps_per_second,
                     schedule_prefixes, stopwatch, total, verify, visibility)
@@ -835,35 +835,58 @@ def test_a_decision_by_stairs_takes_the_next_measured_size():
     assert [costs.stairs(size) for size in (1, 2, 4, 5, 8, 9)] == [1.0, 2.0, 2.0, 5.0, 5.0, 5.0]
 
 def test_costs_are_measured_on_the_real_loop(monkeypatch):
-    """With lengths as uneven as Algorithm 1's: whole blocks of some requests, nothing of others."""
     target, sent, plan = make_target(), [], dspark.Plan
     monkeypatch.setattr(dspark, "Plan", lambda *x: sent.append(x[2]) or plan(*x))
     costs = profile_steps_per_second(target, requests=3, gamma=GAMMA, repeats=1, context=16)
     assert costs.sizes == [1, 2, 3, 6, 9, 12, 15] and min(costs.measured) > 0
-    assert sent[-7:] == [[1], [1, 1], [1, 1, 1], [4, 1, 1], [5, 3, 1], [5, 5, 2], [5, 5, 5]]
+    assert sent[-7:] == [[1], [1, 1], *([1 + k] * 3 for k in range(5))]
     assert profile_draft_seconds(target, guess_half(), 3, repeats=1).sizes == [1, 3]
     assert target.config._attn_implementation != "dspark_packed"
 
+def after(limit, rows, survival):
+    """A round of so many requests, all verified, of which these shares live, by position"""
+    hits = (torch.tensor(survival) > (torch.arange(rows)[:, None] + 0.5) / rows).sum(1)
+    limit.record(torch.full((rows, len(survival)), 0.5), torch.full((rows,), len(survival)), hits)
+
 def test_drafting_stops_where_it_loses_and_is_probed_ever_more_rarely():
-    switch, asked = DraftSwitch(lambda size: 1.0, lambda rows: 0.5, 4), []
+    limit, asked = DraftLimit(2, lambda size: 1.0, lambda rows: 0.5, 4), []
     for _ in range(300):
-        asked.append(switch.wants_draft(4))
+        asked.append(limit.choose(4))
         if asked[-1]:
-            switch.record([0, 0, 0, 0], 4)  # nothing is ever accepted: 4 tokens for the price of 6
-    places = [i for i, draft in enumerate(asked) if draft]
-    assert places == [*range(16), 31, 63, 127, 255]
+            after(limit, 4, [0.0, 0.0])  # nothing is ever accepted: 4 tokens for the price of 6
+    assert set(asked) == {0, 2}
+    assert [i for i, most in enumerate(asked) if most] == [*range(8), 23, 55, 119, 247]
     for _ in range(32):
-        switch.record([2, 2, 2, 2], 12)
-    assert all(switch.wants_draft(4) for _ in range(20))
+        after(limit, 4, [1.0, 1.0])
+    assert all(limit.choose(4) == 2 for _ in range(20))
 
 def test_whether_to_draft_depends_on_the_requests_of_now():
     """What 8 requests could not pay back is worth it for the last two of them; it takes 8 rounds
     to know."""
-    switch = DraftSwitch(lambda size: max(8.0, size), lambda rows: 1.0, 32)
+    limit = DraftLimit(1, lambda size: max(8.0, size), lambda rows: 1.0, 32)
     for _ in range(8):
-        assert switch.wants_draft(8)
-        switch.record([1] * 8, 12)  # 1.5 tokens each: 17 seconds for 8 requests, 9 for 2; plain 8
-    assert not switch.wants_draft(8) and switch.wants_draft(2)
+        assert limit.choose(8) == 1
+        after(limit, 8, [0.5])  # 1.5 tokens each: 17 seconds for 8 requests, 9 for 2; plain 8
+    assert limit.choose(8) == 0 and limit.choose(2) == 1
+
+def test_no_more_is_drafted_than_a_stair_allows():
+    """Three tokens for the price of one, four for twice that, where half of what is sent lives"""
+    limit = DraftLimit(4, lambda size: 1.0 if size <= 3 else 2.0, lambda rows: 0.1, 1)
+    for _ in range(32):
+        assert limit.choose(1) == 4
+        after(limit, 2, [0.5, 0.5, 0.5, 0.5])
+    assert [limit.choose(1) for _ in range(16)] == [2] * 15 + [4]
+
+def test_survival_is_what_was_seen_and_beyond_it_what_the_confidence_says():
+    """Three rounds of one request: two of three drafts accepted; rejected at once, two not sent;
+    all sent accepted, two not sent. The mean of what each says."""
+    limit = DraftLimit(3, None, None, 4)
+    trust = torch.tensor([[0.9, 0.9, 0.9], [0.5, 0.5, 0.5], [0.9, 0.6, 0.5]])
+    for row, length, hits in zip(trust, (3, 1, 1), (2, 0, 1)):
+        limit.record(row[None], torch.tensor([length]), torch.tensor([hits]))
+    assert limit.survival == pytest.approx([2 / 3, 1.6 / 3, 0.3 / 3])
+    limit.record(trust[:1, :1], torch.tensor([1]), torch.tensor([1]))  # a limit of one
+    assert limit.seen == [4, 3, 3] and limit.survival == pytest.approx([0.75, 1.6 / 3, 0.3 / 3])
 
 def test_what_drafting_took_counts_in_the_schedule():
     """Tokens per second of the round: the dearer the drafts were, the more it pays to verify."""
@@ -1232,14 +1255,14 @@ def test_targets_of_the_wrong_kind_are_refused_by_name(kind, extra):
         drafts = kind in ("Gemma2", "Granite", "GPTJ")
         make_draft(target) if drafts else generate(target, None, [[1]], 3)
 
-def test_prompts_join_a_quarter_of_the_places_at_a_time():
-    """Of 8 places one alone stays free, two are filled, while prompts wait; nobody is left out."""
+def test_prompts_join_an_eighth_of_the_places_at_a_time():
+    """Of 16 places one alone stays free, two are filled, while prompts wait; nobody is left out."""
     live = []
-    texts = generate(make_target(), None, [[i] for i in range(40)], 20, stop_token_ids=[3, 60],
-                     max_concurrency=8, on_round=lambda now: live.append(now.requests))
-    waits = [now for now in live if len({*range(40)} - {one.index for one in now}) and
-             max(one.index for one in now) < 39]
-    assert {len(now) for now in waits} == {7, 8} and all(one.tokens for one in texts)
+    texts = generate(make_target(), None, [[i % 40] for i in range(80)], 20, stop_token_ids=[3, 60],
+                     max_concurrency=16, on_round=lambda now: live.append(now.requests))
+    waits = [now for now in live if len({*range(80)} - {one.index for one in now}) and
+             max(one.index for one in now) < 79]
+    assert {len(now) for now in waits} == {15, 16} and all(one.tokens for one in texts)
 
 @each("shape", [int, numpy.int64, lambda x: [x], lambda x: {x}, lambda x: torch.tensor([x])])
 def test_stop_tokens_come_in_any_shape(shape):
