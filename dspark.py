@@ -873,21 +873,25 @@ class Plan:
         return self.biases[key]
 
 class RaggedCache:
-    """Keys and values [rows, G, places, e] per layer, of the target and of the draft; the place IS
-    the position. Rolling back is not writing: what lies beyond the committed tokens is never
-    visible and gets overwritten."""
+    """Keys and values [rows, G, places, e] per layer, of target and draft, and the states that the
+    draft reads; the place IS the position. Rolling back is not writing: what lies beyond the
+    committed tokens is never visible and gets overwritten."""
     def __init__(self, rows, slots):
         self.rows, self.slots, self.layers, self.plan = rows, slots, {}, None
 
     def update(self, key, value, layer_idx, cache_kwargs=None, kwargs=None):
         """Store packed [1, G, T, e]; Hugging Face's layers call this -> views [R, G, L, e]"""
-        plan, pair = self.plan, (key, value)
-        if layer_idx not in self.layers:
-            self.layers[layer_idx] = [
-                x.new_zeros(self.rows, x.shape[1], self.slots, x.shape[3]) for x in pair]
-        for store, new in zip(self.layers[layer_idx], pair):
-            store[plan.row, :, plan.position] = new[0].transpose(0, 1)  # [T, G, e]
+        plan = self.plan
+        self.write(layer_idx, plan.row, plan.position, key[0], value[0])
         return self.view(layer_idx, plan.low, plan.high, plan.length)
+
+    def write(self, name, row, position, *tensors):
+        """row, position [T] of the tensors [G, T, e]"""
+        if name not in self.layers:
+            self.layers[name] = [
+                x.new_zeros(self.rows, len(x), self.slots, x.shape[2]) for x in tensors]
+        for store, new in zip(self.layers[name], tensors):
+            store[row, :, position] = new.transpose(0, 1)  # [T, G, e]
 
     def view(self, layer_idx, low, high, length):
         return [store[low:high, :, :length] for store in self.layers[layer_idx]]
@@ -958,6 +962,7 @@ class Generation:
         self.tokens, self.origins = [], []  # origin: first, draft, correction or bonus
         self.lengths, self.accepts = [], []  # per round; accepts before the cut at a stop or budget
         self.drafted, self.done = 0, budget == 0
+        self.projected = 0  # positions whose target states the draft has as keys and values
 
     rounds = property(lambda self: len(self.lengths))  # target forwards, the prefill not counted
     verified = property(lambda self: sum(self.lengths))
@@ -1031,6 +1036,25 @@ def check_request(target, draft, prompts, max_new_tokens, schedule, sampling):
                 f"{max_new_tokens} new, {gamma} drafts exceed max_position_embeddings {limit}")
     return prompts, schedule if whole and draft else gamma
 
+def draft_for(draft, cache, live, anchors, starts, g, *options):
+    """g drafts for each live request, the anchor [R] being token starts[r] -> Proposal
+
+    First the target states that came since a request last drafted become the draft's own keys and
+    values: here, not after each target forward, so rounds without drafts cost nothing."""
+    places = [(row, place) for row, (one, start) in enumerate(zip(live, starts))
+              for place in range(one.projected, start)]
+    row, position = torch.tensor(places, device=anchors.device).T
+    features = cache.layers["features"][0][row, 0, position]  # [T, n d]
+    pairs = draft.context_keys_values(features[None], position[None])
+    for layer, pair in enumerate(pairs):
+        cache.write(f"draft {layer}", row, position, *(x[0] for x in pair))
+    for one, start in zip(live, starts):
+        one.projected = start
+    context = [cache.view(f"draft {layer}", 0, len(live), max(starts))
+               for layer in range(len(pairs))]
+    position = torch.tensor(starts, device=anchors.device)
+    return draft.propose(anchors, position, context, g, *options)
+
 @torch.inference_mode()
 def generate(target, draft, prompts, max_new_tokens, temperature=0.0, top_k=0, top_p=1.0,
              stop_token_ids=(), schedule="full", steps_per_second=None, draft_seconds=None,
@@ -1075,12 +1099,10 @@ def generate(target, draft, prompts, max_new_tokens, temperature=0.0, top_k=0, t
     noise = dict(dtype=torch.float64, generator=generator, device=generator.device)
 
     def run(tokens, plan, keep=0):
-        """Target distributions, or argmax; the draft's context takes over the new rows."""
+        """Target distributions, or argmax; the states the draft reads are stored."""
         logits, features = run_target(target, cache, layer_ids, tokens, plan, keep)
         if layer_ids:
-            pairs = draft.context_keys_values(features[None], plan.position[None])
-            for layer, pair in enumerate(pairs):
-                cache.update(*pair, f"draft {layer}")
+            cache.write("features", plan.row, plan.position, features[None])
         return logits.argmax(-1) if temperature == 0 else probabilities(logits, *filters)
 
     with packed(target):
@@ -1112,11 +1134,9 @@ def generate(target, draft, prompts, max_new_tokens, temperature=0.0, top_k=0, t
                 drafts, q, trust_logits, hidden = anchors.new_zeros(len(live), 0), None, None, None
                 most = limit.choose(len(live)) if limit else g
                 if most:
-                    context = [cache.view(f"draft {i}", 0, len(live), max(starts))
-                               for i in range(len(draft.layers))]
-                    drafts, q, trust_logits, hidden = draft.propose(
-                        anchors, torch.tensor(starts, device=device), context, most, u[:, g + 1 :],
-                        filters, markov_top_k, greedy_draft)
+                    drafts, q, trust_logits, hidden = draft_for(
+                        draft, cache, live, anchors, starts, most, u[:, g + 1 :], filters,
+                        markov_top_k, greedy_draft)
                 trust = trust_logits is not None
                 confidence = draft.calibrated(trust_logits, temperature) if trust else None
                 # 3. Schedule: what to verify is decided, and cut, before the target runs.
@@ -1251,18 +1271,27 @@ def profile_steps_per_second(target, requests=1, gamma=7, context=128, repeats=7
         sizes = sorted(sizes | {requests * (1 + k) for k in range(1 + gamma)})
         return StepCosts(sizes, median_seconds(step, sizes, repeats), requests)
 
-def profile_draft_seconds(target, draft, requests=1, repeats=3, temperature=0.0, markov_top_k=0):
-    """What drafting adds to a round of one request and of R: all but the target's forward, in the
-    real loop, less the same of plain decoding -> StepCosts over R, for its `seconds`"""
-    def rest(one, rows):
-        with stopwatch(target) as seconds:
-            out = generate(target, one, [[0] * 16] * rows, 5, temperature,
-                           schedule=lambda confidence: [0] * rows, markov_top_k=markov_top_k)
-        return (seconds["all"] - seconds["target"] - seconds["prefill"]) / out[0].rounds
+@torch.inference_mode()
+def profile_draft_seconds(target, draft, requests=1, repeats=7, temperature=0.0, markov_top_k=0,
+                          context=128):
+    """Time drafting a block for one request and for R, with `context` positions cached, two of them
+    new -> StepCosts over R, for its `seconds`"""
+    gamma, device = draft.config.gamma, draft.draft_ids.device
+    cache, sizes = RaggedCache(requests, context), sorted({1, requests})
+    zero = torch.zeros(1, dtype=torch.long, device=device)
+    cache.write("features", zero, zero, draft.fc.weight.new_zeros(1, 1, draft.fc.in_features))
 
-    sizes = sorted({1, requests})
-    return StepCosts(sizes, median_seconds(
-        lambda rows: max(1e-6, rest(draft, rows) - rest(None, rows)), sizes, repeats))
+    def step(rows):
+        live = [Generation(row, [], 1, gamma) for row in range(rows)]
+        for one in live:
+            one.projected = context - 2
+        noise = torch.rand(rows, gamma, dtype=torch.float64, device=device)
+        with stopwatch(target) as seconds:
+            draft_for(draft, cache, live, zero.expand(rows), [context] * rows, gamma, noise,
+                      (temperature, 0, 1.0), markov_top_k, temperature == 0)
+        return seconds["all"]
+
+    return StepCosts(sizes, median_seconds(step, sizes, repeats))
 
 # ------------------------------------------------------------------- try it: python dspark.py
 def main():

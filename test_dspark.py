@@ -914,6 +914,17 @@ def test_rounds_without_drafting_keep_the_drafts_context_current():
     assert len(probes) > 30 and len(set(probes) & set(blocks)) > 20
     assert all(blocks[place] == probes[place] for place in set(probes) & set(blocks))
 
+def test_the_context_is_projected_once_and_only_by_rounds_that_draft():
+    draft, rounds, sizes = guess_half(), [], []
+    project = draft.context_keys_values
+    draft.context_keys_values = lambda *x: sizes.append(x[1].numel()) or project(*x)
+    out = generate(make_target(), draft, make_prompts(3), 90, schedule="prefix", max_concurrency=2,
+                   steps_per_second=cost, draft_seconds=lambda rows: 50.0, on_round=rounds.append)
+    drafting = [bool(now.drafts[0]) for now in rounds]
+    assert len(sizes) == sum(drafting) < 0.6 * len(drafting)
+    assert sum(sizes) == sum(one.projected for one in out)
+    assert all(0 < one.projected < len(one.prompt) + len(one.tokens) for one in out)
+
 # ------------------------------------------------------------------------- generate: greedy text
 
 SCHEDULES = ["full", 0, 1, GAMMA - 1, GAMMA, 0.45, 0.7, "prefix", ragged]
