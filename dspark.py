@@ -784,14 +784,15 @@ def schedule_prefixes(confidence, steps_per_second):
 class DraftLimit:
     """How many drafts a request gets at most, 0..gamma. Algorithm 1 takes the drafts, and what they
     cost, as given, and a smooth cost; a weak draft or a full batch can lose, and real costs have
-    steps. So the share of drafts that survive, by position over the last 32 requests' rounds (8 of
+    steps. So the share of drafts that survive, by position over the last 64 requests' rounds (8 of
     the loop or more), says how many tokens each limit would give in the measured seconds of a round
-    in which all get so many. The best limit holds, but for a whole block after 16 rounds, then 32,
-    64, 128, to look again. The past alone decides, so the text is the target's (the budget of sec.
-    5.2 is lossless for this reason, too); times come from tables, so runs can be repeated."""
+    in which all get so many. The best limit holds (a quarter of those rounds is enough to draft
+    less, not to stop), but for a whole block after 16 rounds, then 32, 64, 128, to look again. The
+    past alone decides, so the text is the target's (as with the budget of sec. 5.2); times come
+    from tables, so runs can be repeated."""
     def __init__(self, gamma, step_seconds, draft_seconds, requests):
         self.gamma, self.step_seconds, self.draft_seconds = gamma, step_seconds, draft_seconds
-        self.memory, self.seen, self.survival = max(8, 32 // requests), [0] * gamma, [0.0] * gamma
+        self.memory, self.seen, self.survival = max(8, 64 // requests), [0] * gamma, [0.0] * gamma
         self.below, self.patience = 0, 16  # rounds below gamma in turn
 
     def best(self, rows):
@@ -803,10 +804,11 @@ class DraftLimit:
         return rates.index(max(rates))
 
     def choose(self, rows):
-        best = self.best(rows) if min(self.seen) >= self.memory else self.gamma
-        if best == self.gamma:
+        best = self.best(rows)
+        known = self.seen[0] if best == 0 else 4 * min(self.seen)
+        if best == self.gamma or known < self.memory:
             self.below, self.patience = 0, 16
-            return best
+            return self.gamma
         self.below = (self.below + 1) % self.patience
         if self.below == 0:
             self.patience = min(2 * self.patience, 128)

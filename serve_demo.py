@@ -55,6 +55,7 @@ def parse_arguments(argv):
     add("--prompts", type=Path, help=".jsonl file with `prompt` or `turns`, or text, one a line")
     add = parser.add_argument_group("decoding and output").add_argument
     add("--max-new-tokens", type=int, default=128, help="budget of each prompt")
+    add("--stop", metavar="TEXT", help="end an answer after a token that contains this, too")
     add("--temperature", type=float, default=0.0, help="0 is greedy")
     add("--top-p", type=float, default=1.0, help="keep the likeliest this much")
     add("--top-k", type=int, default=0, help="sample from the k likeliest tokens (0: all)")
@@ -103,6 +104,8 @@ def load(args):
     draft = DSparkDraft.from_pretrained(args.draft, target).to(target.dtype)
     stops = target.generation_config.eos_token_id
     stops = stops if isinstance(stops, list) else [stops]
+    if args.stop:
+        stops += [one for one in range(len(tokenizer)) if args.stop in tokenizer.decode([one])]
     target.generation_config.eos_token_id = sorted({*stops, tokenizer.eos_token_id} - {None})
     print(f"target {name}, {args.dtype} on {target.device}")
     return target, tokenizer, draft

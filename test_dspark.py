@@ -855,7 +855,7 @@ def test_drafting_stops_where_it_loses_and_is_probed_ever_more_rarely():
         if asked[-1]:
             after(limit, 4, [0.0, 0.0])  # nothing is ever accepted: 4 tokens for the price of 6
     assert set(asked) == {0, 2}
-    assert [i for i, most in enumerate(asked) if most] == [*range(8), 23, 55, 119, 247]
+    assert [i for i, most in enumerate(asked) if most] == [*range(16), 31, 63, 127, 255]
     for _ in range(32):
         after(limit, 4, [1.0, 1.0])
     assert all(limit.choose(4) == 2 for _ in range(20))
@@ -872,7 +872,7 @@ def test_whether_to_draft_depends_on_the_requests_of_now():
 def test_no_more_is_drafted_than_a_stair_allows():
     """Three tokens for the price of one, four for twice that, where half of what is sent lives"""
     limit = DraftLimit(4, lambda size: 1.0 if size <= 3 else 2.0, lambda rows: 0.1, 1)
-    for _ in range(32):
+    for _ in range(16):
         assert limit.choose(1) == 4
         after(limit, 2, [0.5, 0.5, 0.5, 0.5])
     assert [limit.choose(1) for _ in range(16)] == [2] * 15 + [4]
@@ -1767,6 +1767,16 @@ def demo(folder, *flags):
 def island(page):
     """What a browser takes for the JSON: up to the first end of a script."""
     return json.loads(page.split('id="trace">')[1].split("</script>")[0])
+
+def test_an_answer_ends_after_a_token_that_contains_the_stop_text(demo_folder, tmp_path):
+    flags, report = ("--max-new-tokens", 20, "--json", tmp_path / "report.json"), []
+    for stop in ((), ("--stop", "9")):
+        demo(demo_folder, *flags, *stop)
+        report.append(json.loads((tmp_path / "report.json").read_text())["requests"])
+    for whole, cut in zip(*report):
+        ends = [i for i, token in enumerate(whole["tokens"]) if "9" in f"w{token}"]
+        assert cut["tokens"] == whole["tokens"][: 1 + min([*ends, 19])]
+    assert any(len(one["tokens"]) < 20 for one in report[1])
 
 @each("schedule", ["prefix", "0"])
 def test_the_page_tells_every_token_and_cannot_be_broken_out_of(demo_folder, tmp_path, schedule):
