@@ -877,6 +877,15 @@ def test_no_more_is_drafted_than_a_stair_allows():
         after(limit, 2, [0.5, 0.5, 0.5, 0.5])
     assert [limit.choose(1) for _ in range(16)] == [2] * 15 + [4]
 
+def test_the_loop_drafts_no_more_than_the_limit():
+    blocks = []
+    out = generate(make_target(), guess_half(), [PROMPT], 60, schedule="prefix",
+                   steps_per_second=lambda size: 1.0 if size <= 3 else 0.1,
+                   draft_seconds=lambda rows: 0.01,
+                   on_round=lambda now: blocks.append(len(now.drafts[0])))
+    assert blocks[:16] == [GAMMA] * 16 and set(blocks[16:]) == {2} and len(blocks) > 20
+    assert out[0].tokens == known_text() and out[0].drafted == sum(blocks)
+
 def test_survival_is_what_was_seen_and_beyond_it_what_the_confidence_says():
     """Three rounds of one request: two of three drafts accepted; rejected at once, two not sent;
     all sent accepted, two not sent. The mean of what each says."""
