@@ -1043,17 +1043,13 @@ def draft_for(draft, cache, live, anchors, starts, g, *options):
 
     First the target states that came since a request last drafted become the draft's own keys and
     values: here, not after each target forward, so rounds without drafts project nothing."""
-    places = [(row, place) for row, (one, start) in enumerate(zip(live, starts))
-              for place in range(one.projected, start)]
-    row, position = torch.tensor(places, device=anchors.device).T
-    features = cache.layers["features"][0][row, 0, position]  # [T, n d]
-    pairs = draft.context_keys_values(features[None], position[None])
-    for layer, pair in enumerate(pairs):
-        cache.write(f"draft {layer}", row, position, *(x[0] for x in pair))
+    old = [one.projected for one in live]
+    cache.plan = plan = Plan(0, old, [b - a for a, b in zip(old, starts)], anchors.device)
+    features = cache.layers["features"][0][plan.row, 0, plan.position]  # [T, n d]
+    pairs = draft.context_keys_values(features[None], plan.position[None])
+    context = [cache.update(*pair, f"draft {layer}") for layer, pair in enumerate(pairs)]
     for one, start in zip(live, starts):
         one.projected = start
-    context = [cache.view(f"draft {layer}", 0, len(live), max(starts))
-               for layer in range(len(pairs))]
     position = torch.tensor(starts, device=anchors.device)
     return draft.propose(anchors, position, context, g, *options)
 

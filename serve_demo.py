@@ -104,8 +104,10 @@ def load(args):
     draft = DSparkDraft.from_pretrained(args.draft, target).to(target.dtype)
     stops = target.generation_config.eos_token_id
     stops = stops if isinstance(stops, list) else [stops]
-    if args.stop:
-        stops += [one for one in range(len(tokenizer)) if args.stop in tokenizer.decode([one])]
+    if args.stop is not None:
+        found = [one for one in range(len(tokenizer)) if args.stop in tokenizer.decode([one])]
+        require(args.stop and found, f"--stop: expected text within one token, got {args.stop!r}")
+        stops = stops + found
     target.generation_config.eos_token_id = sorted({*stops, tokenizer.eos_token_id} - {None})
     print(f"target {name}, {args.dtype} on {target.device}")
     return target, tokenizer, draft

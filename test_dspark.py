@@ -1786,6 +1786,9 @@ def test_an_answer_ends_after_a_token_that_contains_the_stop_text(demo_folder, t
         ends = [i for i, token in enumerate(whole["tokens"]) if "9" in f"w{token}"]
         assert cut["tokens"] == whole["tokens"][: 1 + min([*ends, 19])]
     assert any(len(one["tokens"]) < 20 for one in report[1])
+    for nowhere in ("", "w3 w4"):
+        with pytest.raises(ValueError, match="--stop"):
+            demo(demo_folder, "--stop", nowhere)
 
 @each("schedule", ["prefix", "0"])
 def test_the_page_tells_every_token_and_cannot_be_broken_out_of(demo_folder, tmp_path, schedule):
