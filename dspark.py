@@ -770,41 +770,45 @@ def schedule_prefixes(confidence, steps_per_second):
     c_1 = 0.8, c_2 = 0.9 after a and 0 after b, it verifies only after a, and a comes out with
     probability 0.5 + 0.5 * 0.7 = 0.85."""
     rows = len(confidence)
-    survival = confidence.double().cumprod(1)  # a_{r,j}
-    # Sorted, descending; the stable sort in (j, r) order breaks ties by smaller j, then smaller r.
-    ranked, order = survival.T.flatten().sort(descending=True, stable=True)  # [gamma R]
-    ranked = ranked[ranked > 0]  # zero survival never enters
-    tau = torch.cat([ranked.new_tensor([rows]), ranked]).cumsum(0)  # each request's own token, too
-    rates = [steps_per_second(rows + admitted) for admitted in range(len(tau))]  # B = R + admitted
-    throughput = tau * tau.new_tensor(rates)  # Theta = tau * SPS(B)
-    improves = throughput[1:] > throughput[:-1]
-    admitted = int(improves.long().cumprod(0).sum())  # up to the first that does not
-    return torch.bincount(order[:admitted] % rows, minlength=rows)  # l_r
+    survival = confidence.double().cumprod(1).T.flatten().tolist()  # a_{r,j}, in the order of (j, r)
+    # Descending. Python's sort is stable, so ties go to the smaller j, then to the smaller r.
+    ranked = sorted(range(len(survival)), key=survival.__getitem__, reverse=True)
+    lengths, tau = [0] * rows, float(rows)  # each request's own token comes for free
+    best = tau * steps_per_second(rows)
+    for size, place in enumerate(ranked, rows + 1):  # B, were this draft admitted as well
+        tau += survival[place]
+        throughput = tau * steps_per_second(size)  # Theta = tau * SPS(B)
+        if survival[place] == 0 or not throughput > best:
+            break  # the first that does not improve it, or that cannot be accepted
+        best = throughput
+        lengths[place % rows] += 1
+    return torch.tensor(lengths)  # l_r
 
 class DraftLimit:
     """How many drafts a request gets at most, 0..gamma. Algorithm 1 takes the drafts, and what they
     cost, as given, and a smooth cost; a weak draft or a full batch can lose, and real costs have
-    steps. So the share of drafts that survive, by position over the last 64 requests' rounds (8 of
-    the loop or more), says how many tokens each limit would give in the measured seconds of a round
-    in which all get so many. The best limit holds (a quarter of those rounds is enough to draft
-    less, not to stop), but for a whole block after 16 rounds, then 32, 64, 128, to look again. The
-    past alone decides, so the text is the target's (as with the budget of sec. 5.2); times come
-    from tables, so runs can be repeated."""
+    steps. So a moving average over past rounds (of 64 requests' rounds, and of 8 or more of the
+    loop) says which share of the drafts survives to each position, hence how many tokens a limit
+    would give for the measured seconds of a round in which every request gets so many. The best
+    limit holds, but for a whole block after 16 rounds, then 32, 64, 128, to look again; to draft
+    less takes a quarter of the memory filled, to stop all of it. The past alone decides, so the
+    text is the target's (as with the budget of sec. 5.2); times come from tables, so runs can be
+    repeated."""
     def __init__(self, gamma, step_seconds, draft_seconds, requests):
         self.gamma, self.step_seconds, self.draft_seconds = gamma, step_seconds, draft_seconds
         self.memory, self.seen, self.survival = max(8, 64 // requests), [0] * gamma, [0.0] * gamma
         self.below, self.patience = 0, 16  # rounds below gamma in turn
 
-    def best(self, rows):
-        tokens = itertools.accumulate(self.survival, initial=1.0)
-        seconds = [self.step_seconds(rows * (1 + k)) for k in range(1 + self.gamma)]
-        seconds[0] /= 0.97  # within chance, drafting goes on
-        seconds[1:] = (self.draft_seconds(rows) + step for step in seconds[1:])
-        rates = [count / time for count, time in zip(tokens, seconds)]
-        return rates.index(max(rates))
+    def rate(self, rows, drafts):
+        """Tokens per second and request, were so many drafts of each request verified"""
+        seconds = self.step_seconds(rows * (1 + drafts))
+        if drafts == 0:
+            return 0.97 / seconds  # within chance, drafting goes on
+        tokens = 1 + sum(itertools.accumulate(self.survival[:drafts], min))
+        return tokens / (seconds + self.draft_seconds(rows))
 
     def choose(self, rows):
-        best = self.best(rows)
+        best = max(range(1 + self.gamma), key=functools.partial(self.rate, rows))
         known = self.seen[0] if best == 0 else 4 * min(self.seen)
         if best == self.gamma or known < self.memory:
             self.below, self.patience = 0, 16
@@ -815,12 +819,12 @@ class DraftLimit:
         return best if self.below else self.gamma
 
     def record(self, confidence, lengths, accepted):
-        """After a round with drafts, confidence [R, g], the others [R]: what was verified counts as
-        it came out, what was not as the confidence says."""
-        slot = torch.arange(confidence.shape[1], device=confidence.device)
-        hits = (slot < accepted[:, None]).to(confidence)
-        lived = torch.where(slot < lengths[:, None], hits, confidence).cumprod(1).mean(0)  # [g]
-        for j, share in enumerate(lived.tolist()):
+        """After a round with drafts, lists over the requests (confidence of lists over the drafts):
+        what was verified counts as it came out, what was not as the confidence says."""
+        for j in range(len(confidence[0])):
+            share = statistics.fmean(
+                (hits > j) if length > j else (hits == length) * math.prod(trust[length : j + 1])
+                for trust, length, hits in zip(confidence, lengths, accepted))
             self.seen[j] = min(self.seen[j] + 1, self.memory)
             self.survival[j] += (share - self.survival[j]) / self.seen[j]
 
@@ -1145,7 +1149,7 @@ def generate(target, draft, prompts, max_new_tokens, temperature=0.0, top_k=0, t
                 kept, wide = torch.tensor(lengths, device=device), max(lengths)
                 sent = plan.pack(torch.cat([anchors[:, None], drafts[:, :wide]], 1))  # [T]
                 p = plan.unpack(run(sent, plan))  # [R, wide + 1, V]
-                # 5. Accept and commit: the round's one copy to the host.
+                # 5. Accept and commit, after one copy to the host.
                 q = p if q is None else q[:, :wide]  # unused without drafts or when greedy
                 accepted, token = accept(drafts[:, :wide], kept, q, p, u[:, : wide + 1])
                 table = torch.cat([accepted[:, None], token[:, None], drafts], 1).tolist()
@@ -1156,7 +1160,7 @@ def generate(target, draft, prompts, max_new_tokens, temperature=0.0, top_k=0, t
                     origin = "bonus" if count == length else "correction"
                     one.commit(block[:count], new, origin, stops)
                 if limit and most:
-                    limit.record(confidence, kept, accepted)
+                    limit.record(confidence.tolist(), lengths, [row[0] for row in table])
                 if on_round:
                     trusts = (x.tolist() if trust else None for x in (confidence, trust_logits))
                     on_round(Round([*live], anchors.tolist(), drafts.tolist(), lengths, *trusts,

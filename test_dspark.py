@@ -845,8 +845,8 @@ def test_costs_are_measured_on_the_real_loop(monkeypatch):
 
 def after(limit, rows, survival):
     """A round of so many requests, all verified, of which these shares live, by position"""
-    hits = (torch.tensor(survival) > (torch.arange(rows)[:, None] + 0.5) / rows).sum(1)
-    limit.record(torch.full((rows, len(survival)), 0.5), torch.full((rows,), len(survival)), hits)
+    hits = [sum(share > (row + 0.5) / rows for share in survival) for row in range(rows)]
+    limit.record([[0.5] * len(survival)] * rows, [len(survival)] * rows, hits)
 
 def test_drafting_stops_where_it_loses_and_is_probed_ever_more_rarely():
     limit, asked = DraftLimit(2, lambda size: 1.0, lambda rows: 0.5, 4), []
@@ -890,11 +890,11 @@ def test_survival_is_what_was_seen_and_beyond_it_what_the_confidence_says():
     """Three rounds of one request: two of three drafts accepted; rejected at once, two not sent;
     all sent accepted, two not sent. The mean of what each says."""
     limit = DraftLimit(3, None, None, 4)
-    trust = torch.tensor([[0.9, 0.9, 0.9], [0.5, 0.5, 0.5], [0.9, 0.6, 0.5]])
+    trust = [[0.9, 0.9, 0.9], [0.5, 0.5, 0.5], [0.9, 0.6, 0.5]]
     for row, length, hits in zip(trust, (3, 1, 1), (2, 0, 1)):
-        limit.record(row[None], torch.tensor([length]), torch.tensor([hits]))
+        limit.record([row], [length], [hits])
     assert limit.survival == pytest.approx([2 / 3, 1.6 / 3, 0.3 / 3])
-    limit.record(trust[:1, :1], torch.tensor([1]), torch.tensor([1]))  # a limit of one
+    limit.record([[0.9]], [1], [1])  # a limit of one
     assert limit.seen == [4, 3, 3] and limit.survival == pytest.approx([0.75, 1.6 / 3, 0.3 / 3])
 
 def test_what_drafting_took_counts_in_the_schedule():
