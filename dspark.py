@@ -770,7 +770,7 @@ def schedule_prefixes(confidence, steps_per_second):
     c_1 = 0.8, c_2 = 0.9 after a and 0 after b, it verifies only after a, and a comes out with
     probability 0.5 + 0.5 * 0.7 = 0.85."""
     rows = len(confidence)
-    survival = confidence.double().cumprod(1).T.flatten().tolist()  # a_{r,j}, in the order of (j, r)
+    survival = confidence.double().cumprod(1).T.flatten().tolist()  # a_{r,j} in the order (j, r)
     # Descending. Python's sort is stable, so ties go to the smaller j, then to the smaller r.
     ranked = sorted(range(len(survival)), key=survival.__getitem__, reverse=True)
     lengths, tau = [0] * rows, float(rows)  # each request's own token comes for free

@@ -345,8 +345,10 @@ def plot(folder):
     rows, blocks, load = data["rows"], data["blocks"], "requests at a time"
     shares = {name: enumerate(one["1"]["conditional_acceptance"], 1)
               for name, one in data["results"].items()}  # Fig. 2
-    curves = {path.parent.name: [(row["step"], row["tau"]) for row in map(json.loads, path.open())]
-              for path in sorted(folder.glob("**/metrics.jsonl"))}
+    steps = {path.parent.name: map(json.loads, path.open())
+             for path in sorted(folder.glob("**/metrics.jsonl"))}
+    curves = {name: [(row["step"], row["tau"]) for row in found if "tau" in row]  # else no anchor
+              for name, found in steps.items()}
     draw(folder, "acceptance", "draft position", "accepted, if those before it were", shares)
     draw(folder, "training", "step", "accepted length, teacher-forced", curves)
     draw(folder, "threshold", "threshold", "share", blocks and by_threshold(blocks))

@@ -1637,6 +1637,9 @@ def test_a_run_writes_what_it_promises(capsys):
     record = json.loads((out / "results.json").read_text())
     assert record["accepted_length"]["0"] >= 1 and record["results"][""]["0"]["same_text"] == 1
     assert logged(out) == [*range(1, 9)]
+    line = json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])
+    assert {"loss", "ce", "tv", "kl_div", "confidence", "accept@4", "tau", "slots"} < {*line}
+    assert line["loss"] == pytest.approx(0.1 * line["ce"] + 0.9 * line["tv"] + line["confidence"])
 
 class Killed(BaseException):
     """Stands for kill -9: nothing catches it."""
@@ -1712,7 +1715,8 @@ def test_a_dflash_checkpoint_gains_heads_and_is_saved(tmp_path):
 
 @each("flags, words", [
     (("--eval-max-new-tokens", "0"), "eval_max_new_tokens"), (("--loss-fn", "[1]"), "loss-fn"),
-    (("--eval-concurrency", "0"), "eval_concurrency"), (("--loss-fn", '{"l1": 1}'), "loss-fn")])
+    (("--eval-concurrency", "0"), "eval_concurrency"), (("--loss-fn", '{"l1": 1}'), "loss-fn"),
+    (("--loss-fn", '{"ce": "1"}'), "loss-fn"), (("--loss-fn", "{}"), "loss-fn")])
 def test_what_would_fail_after_training_is_refused_before(tmp_path, flags, words):
     with pytest.raises(ValueError, match=words):
         run_mini(tmp_path / "out", *flags)
@@ -1741,6 +1745,20 @@ def test_answers_belong_to_weights_not_to_a_path(tmp_path):
         written.append(train.documents_of(train.conversations(rows, collections.Counter()), target,
                                           tokenizer, args, collections.Counter()))
     assert written[0] == written[1] != written[2]
+
+def test_what_sampling_leaves_out_is_said(tmp_path, capsys):
+    """The target's generation_config counts; what `generate` does not know is named."""
+    args = train.parser().parse_args(mini(tmp_path))
+    target = train.load_target(args)[0]
+    target.generation_config.update(do_sample=True, top_k=20, temperature=0.6, top_p=0.9,
+                                    repetition_penalty=1.05, min_p=0.0)
+    assert train.sampling_of(target, args) == dict(temperature=0.6, top_k=20, top_p=0.9)
+    assert "without the target's {'repetition_penalty': 1.05}" in capsys.readouterr().out
+
+def test_a_budget_of_one_token_has_no_rounds_to_measure(capsys):
+    """--tiny --eval-max-new-tokens 1"""
+    facts = train.tiny_facts(make_target(), [dict(ids=[1, 2, 3, 4], start=1)], [[7], [8]], GAMMA)
+    assert math.isnan(facts["bigram_accepted_length"]) and facts["entropy_per_token"] > 0
 
 def test_two_processes_take_the_steps_of_one(tmp_path):
     """torchrun: rows of a step shared out, unequally (3 rows, 2 processes); one process writes."""
@@ -1847,7 +1865,9 @@ def test_bench_writes_its_columns_and_plots_follow(demo_folder, tmp_path, capsys
     (tmp_path / "results.json").write_text(json.dumps({"results": {"vanilla": shares}}))
     serve_demo.main(["--plot", str(tmp_path)])
     assert "training: not drawn" in capsys.readouterr().out
-    for name in ("acceptance", "threshold", "reliability", "throughput", "budget"):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "tau": 1.5}\n{"step": 2}\n')  # no anchor
+    serve_demo.main(["--plot", str(tmp_path)])
+    for name in ("acceptance", "threshold", "reliability", "throughput", "budget", "training"):
         assert (tmp_path / f"{name}.png").stat().st_size > 1000
 
 # --------------------------------------------------------------------------------------- README

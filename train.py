@@ -34,7 +34,7 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 import dspark
-from dspark import (DSparkDraft, calibration_report, fit_sts, generate, require, stopwatch,
+from dspark import (DSparkDraft, calibration_report, fit_sts, generate, ratio, require, stopwatch,
                     total)
 
 # ------------------------------------------------------------------- the objective (sec. 3.3)
@@ -74,7 +74,7 @@ def slot_labels(config, input_ids, loss_mask, anchors, anchor_valid, document_id
 
 LOSSES = "ce", "tv", "kl_div"
 
-def slot_terms(logits, target_logits, labels, draft_ids, names=LOSSES, norm=None):
+def slot_terms(logits, target_logits, labels, draft_ids, norm=None):
     """The loss terms slot by slot, in float32: bf16 softmaxes cost up to 31 % gradient error.
 
     logits [M, K, D], target_logits [M, K, V] (or [M, K, D] with norm [M, K], their logsumexp over
@@ -82,24 +82,23 @@ def slot_terms(logits, target_logits, labels, draft_ids, names=LOSSES, norm=None
     id), tv = 1 - sum min(p_d, p_t) over D, half the L1 distance that eq. 10 weighs, kl_div, and
     accept = c* = sum min(p_d, p_t) with p_t over V (eq. 8)
     """
-    log_d, scores = logits.float().log_softmax(-1), target_logits.detach().float()
-    p_t = scores.softmax(-1) if norm is None else (scores - norm[..., None]).exp()
-    p_d, terms = log_d.exp(), {}
-    if norm is not None or len(draft_ids) < p_t.shape[-1]:
-        p_t = p_t if norm is not None else p_t[..., draft_ids]  # [M, K, D]
-        terms["accept"] = 1 - (p_d.detach() - p_t).relu_().sum(-1)
-        p_t /= p_t.sum(-1, keepdim=True).clamp(min=1e-30)  # renormalised over the draft vocabulary
-    distance = (p_d - p_t).relu_().sum(-1)  # 1 - sum min(p_d, p_t), as p_d sums to 1
-    terms.setdefault("accept", 1 - distance.detach())
-    if "ce" in names:
-        column = torch.searchsorted(draft_ids, labels).clamp(max=len(draft_ids) - 1)
-        has_id = draft_ids[column] == labels
-        terms["ce"] = -log_d.gather(-1, column[..., None])[..., 0] * has_id
-    if "tv" in names:
-        terms["tv"] = distance
-    if "kl_div" in names:
-        terms["kl_div"] = F.kl_div(log_d, p_t, reduction="none").sum(-1)
-    return terms
+    log_d, log_t = logits.float().log_softmax(-1), target_logits.detach().float()
+    log_t = log_t.log_softmax(-1) if norm is None else log_t - norm[..., None]
+    whole = norm is None and len(draft_ids) == log_t.shape[-1]
+    if not whole and norm is None:
+        log_t = log_t[..., draft_ids]  # [M, K, D]
+    p_d, p_t = log_d.exp(), log_t.exp()
+    tv = (p_d - p_t).relu_().sum(-1)  # 1 - sum min(p_d, p_t), as p_d sums to 1
+    accept = 1 - tv.detach()
+    if not whole:  # accept took p_t over V; the others take it over the draft vocabulary
+        mass = p_t.sum(-1, keepdim=True).clamp(min=1e-30)
+        p_t /= mass
+        log_t -= mass.log()
+        tv = (p_d - p_t).relu_().sum(-1)
+    column = torch.searchsorted(draft_ids, labels).clamp(max=len(draft_ids) - 1)
+    ce = -log_d.gather(-1, column[..., None])[..., 0] * (draft_ids[column] == labels)
+    kl_div = log_t.sub_(log_d).mul_(p_t).sum(-1)
+    return dict(ce=ce, tv=tv, kl_div=kl_div, accept=accept)
 
 @torch.no_grad()
 def teacher_head(draft, states, where):
@@ -121,14 +120,14 @@ def block_loss(draft, hidden, embedding, head, blocks, weights, norms):
     with torch.autocast(hidden.device.type, enabled=False):
         flat = teacher.flatten(0, 1).to(head.dtype)
         target_logits = F.linear(flat, head).unflatten(0, labels.shape)  # [M, K, D]
-        terms = slot_terms(logits, target_logits, labels, draft.draft_ids, weights, norm)
+        terms = slot_terms(logits, target_logits, labels, draft.draft_ids, norm)
         rate = terms.pop("accept") * supervised  # c*, eq. 8
         if confidence is not None:
             terms["confidence"] = F.binary_cross_entropy_with_logits(  # eq. 11
                 confidence.float(), rate.clamp(0, 1), reduction="none")
         sums = {name: (weight * term).sum() / norms.get(name, norms["all"])
                 for name, term in terms.items()}
-    loss = sum(weights[name] * value for name, value in sums.items())
+    loss = sum(weights[name] * sums[name] for name in weights if name in sums)
     sums.update(rate=rate.sum(0), tau=rate[:, draft.config.first_slot :].cumprod(1).sum())
     return loss, {name: value.detach() for name, value in sums.items()}
 
@@ -293,11 +292,18 @@ def render(tokenizer, turns, args):
             "question fills --total-seq-len, or the target's positions")
     return ids
 
+NOT_SAMPLED = ("min_p typical_p epsilon_cutoff eta_cutoff repetition_penalty no_repeat_ngram_size "
+               "bad_words_ids suppress_tokens sequence_bias").split()
+
 def sampling_of(target, args):
     """How the target's answers are drawn: by its generation_config, else at temperature 1."""
     config, known = target.generation_config, dict(temperature=1.0, top_k=0, top_p=1.0)
     if config.do_sample:
         known = {name: getattr(config, name) or value for name, value in known.items()}
+    left_out = {name: getattr(config, name, None) for name in NOT_SAMPLED}
+    left_out = {name: value for name, value in left_out.items() if value and value != 1}
+    if left_out:
+        dspark.say_once(f"note: the answers are drawn without the target's {left_out}")
     asked = args.answer_temperature
     return known if asked is None else dict(known, temperature=asked)
 
@@ -750,7 +756,7 @@ def tiny_facts(target, documents, texts, gamma):
         while right:
             found.append(1 + [*right[:gamma], False].index(False))
             right = right[found[-1] :]
-    entropy, length = float(torch.cat(entropies).mean()), sum(found) / len(found)
+    entropy, length = float(torch.cat(entropies).mean()), ratio(sum(found), len(found))
     print(f"SYNTHETIC data: entropy {entropy:.2f} nats per token; a plain bigram drafter reaches "
           f"accepted length {length:.2f} at temperature 0")
     return dict(entropy_per_token=entropy, bigram_accepted_length=length)
@@ -893,8 +899,10 @@ def run(args):
     started, out = time.time(), pathlib.Path(args.save_path)
     counts = "max_samples max_anchors eval_concurrency eval_max_new_tokens".split()
     require(min(getattr(args, name) for name in counts) > 0, f"{', '.join(counts)}: at least 1")
-    require(isinstance(args.loss_fn, dict) and {*args.loss_fn} <= {*LOSSES},
-            f"--loss-fn expects weights of {LOSSES}, got {args.loss_fn}")
+    weights = args.loss_fn
+    require(isinstance(weights, dict) and weights and {*weights} <= {*LOSSES} and
+            {*map(type, weights.values())} <= {int, float},
+            f"--loss-fn expects weights of {LOSSES}, got {weights}")
     require(args.batch_size >= RANKS, f"--batch-size: at least {RANKS}, one row for each process")
     out.mkdir(parents=True, exist_ok=True)
     if args.tiny and not pathlib.Path(args.verifier_name_or_path).is_dir():
@@ -913,7 +921,8 @@ def run(args):
         return
     plain = {t: decode(target, None, prompts, args, t) for t in (0, 1)}
     texts = [one.tokens for one in plain[0][0]]
-    facts = tiny_facts(target, documents, texts, args.block_size) if args.tiny else {}
+    gamma = next(iter(drafts.values())).config.gamma  # of all of them
+    facts = tiny_facts(target, documents, texts, gamma) if args.tiny else {}
     results = {}
     for name, draft in drafts.items():
         results[name] = evaluate(target, draft, prompts, tuning, plain, args)
