@@ -889,7 +889,7 @@ class RaggedCache:
         """Store packed [1, G, T, e]; Hugging Face's layers call this -> views [R, G, L, e]"""
         plan = self.plan
         self.write(layer_idx, plan.row, plan.position, key[0], value[0])
-        return self.view(layer_idx, plan.low, plan.high, plan.length)
+        return [store[plan.low : plan.high, :, : plan.length] for store in self.layers[layer_idx]]
 
     def write(self, name, row, position, *tensors):
         """row, position [T] of the tensors [G, T, e]"""
@@ -898,9 +898,6 @@ class RaggedCache:
                 x.new_zeros(self.rows, len(x), self.slots, x.shape[2]) for x in tensors]
         for store, new in zip(self.layers[name], tensors):
             store[row, :, position] = new.transpose(0, 1)  # [T, G, e]
-
-    def view(self, layer_idx, low, high, length):
-        return [store[low:high, :, :length] for store in self.layers[layer_idx]]
 
     def move(self, source, to):
         for store in sum(self.layers.values(), []):

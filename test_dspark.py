@@ -1638,7 +1638,7 @@ def test_a_run_writes_what_it_promises(capsys):
     assert record["accepted_length"]["0"] >= 1 and record["results"][""]["0"]["same_text"] == 1
     assert logged(out) == [*range(1, 9)]
     line = json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])
-    assert {"loss", "ce", "tv", "kl_div", "confidence", "accept@4", "tau", "slots"} < {*line}
+    assert {"loss", "ce", "tv", "confidence", "accept@4", "tau", "slots"} < {*line}
     assert line["loss"] == pytest.approx(0.1 * line["ce"] + 0.9 * line["tv"] + line["confidence"])
 
 class Killed(BaseException):

@@ -74,7 +74,7 @@ def slot_labels(config, input_ids, loss_mask, anchors, anchor_valid, document_id
 
 LOSSES = "ce", "tv", "kl_div"
 
-def slot_terms(logits, target_logits, labels, draft_ids, norm=None):
+def slot_terms(logits, target_logits, labels, draft_ids, names=LOSSES, norm=None):
     """The loss terms slot by slot, in float32: bf16 softmaxes cost up to 31 % gradient error.
 
     logits [M, K, D], target_logits [M, K, V] (or [M, K, D] with norm [M, K], their logsumexp over
@@ -82,23 +82,24 @@ def slot_terms(logits, target_logits, labels, draft_ids, norm=None):
     id), tv = 1 - sum min(p_d, p_t) over D, half the L1 distance that eq. 10 weighs, kl_div, and
     accept = c* = sum min(p_d, p_t) with p_t over V (eq. 8)
     """
-    log_d, log_t = logits.float().log_softmax(-1), target_logits.detach().float()
-    log_t = log_t.log_softmax(-1) if norm is None else log_t - norm[..., None]
-    whole = norm is None and len(draft_ids) == log_t.shape[-1]
-    if not whole and norm is None:
-        log_t = log_t[..., draft_ids]  # [M, K, D]
-    p_d, p_t = log_d.exp(), log_t.exp()
-    tv = (p_d - p_t).relu_().sum(-1)  # 1 - sum min(p_d, p_t), as p_d sums to 1
-    accept = 1 - tv.detach()
-    if not whole:  # accept took p_t over V; the others take it over the draft vocabulary
-        mass = p_t.sum(-1, keepdim=True).clamp(min=1e-30)
-        p_t /= mass
-        log_t -= mass.log()
-        tv = (p_d - p_t).relu_().sum(-1)
-    column = torch.searchsorted(draft_ids, labels).clamp(max=len(draft_ids) - 1)
-    ce = -log_d.gather(-1, column[..., None])[..., 0] * (draft_ids[column] == labels)
-    kl_div = log_t.sub_(log_d).mul_(p_t).sum(-1)
-    return dict(ce=ce, tv=tv, kl_div=kl_div, accept=accept)
+    log_d, scores = logits.float().log_softmax(-1), target_logits.detach().float()
+    p_t = scores.softmax(-1) if norm is None else (scores - norm[..., None]).exp()
+    p_d, terms = log_d.exp(), {}
+    if norm is not None or len(draft_ids) < p_t.shape[-1]:
+        p_t = p_t if norm is not None else p_t[..., draft_ids]  # [M, K, D]
+        terms["accept"] = 1 - (p_d.detach() - p_t).relu_().sum(-1)
+        p_t /= p_t.sum(-1, keepdim=True).clamp(min=1e-30)  # renormalised over the draft vocabulary
+    distance = (p_d - p_t).relu_().sum(-1)  # 1 - sum min(p_d, p_t), as p_d sums to 1
+    terms.setdefault("accept", 1 - distance.detach())
+    if "ce" in names:
+        column = torch.searchsorted(draft_ids, labels).clamp(max=len(draft_ids) - 1)
+        has_id = draft_ids[column] == labels
+        terms["ce"] = -log_d.gather(-1, column[..., None])[..., 0] * has_id
+    if "tv" in names:
+        terms["tv"] = distance
+    if "kl_div" in names:
+        terms["kl_div"] = F.kl_div(log_d, p_t, reduction="none").sum(-1)
+    return terms
 
 @torch.no_grad()
 def teacher_head(draft, states, where):
@@ -120,14 +121,14 @@ def block_loss(draft, hidden, embedding, head, blocks, weights, norms):
     with torch.autocast(hidden.device.type, enabled=False):
         flat = teacher.flatten(0, 1).to(head.dtype)
         target_logits = F.linear(flat, head).unflatten(0, labels.shape)  # [M, K, D]
-        terms = slot_terms(logits, target_logits, labels, draft.draft_ids, norm)
+        terms = slot_terms(logits, target_logits, labels, draft.draft_ids, weights, norm)
         rate = terms.pop("accept") * supervised  # c*, eq. 8
         if confidence is not None:
             terms["confidence"] = F.binary_cross_entropy_with_logits(  # eq. 11
                 confidence.float(), rate.clamp(0, 1), reduction="none")
         sums = {name: (weight * term).sum() / norms.get(name, norms["all"])
                 for name, term in terms.items()}
-    loss = sum(weights[name] * sums[name] for name in weights if name in sums)
+    loss = sum(weights[name] * value for name, value in sums.items())
     sums.update(rate=rate.sum(0), tau=rate[:, draft.config.first_slot :].cumprod(1).sum())
     return loss, {name: value.detach() for name, value in sums.items()}
 
@@ -171,8 +172,9 @@ def dspark_loss(draft, features, target_hidden, input_ids, loss_mask, anchors, a
     """0.1 CE + 0.9 TV + alpha BCE(c, c*), weighted means over supervised slots (eq. 9-12).
 
     features [B, S, n d]; target_hidden [B, S, d], the target's last states AFTER its final norm;
-    input_ids, loss_mask [B, S]; anchors, anchor_valid [B, N] -> loss, metrics {ce, tv, kl_div,
-    confidence, accept@k, tau, ...}. The i-th predicting slot, from 0, weighs exp(-i / decay).
+    input_ids, loss_mask [B, S]; anchors, anchor_valid [B, N] -> loss, metrics {its terms of ce, tv,
+    kl_div; confidence, accept@k, tau, ...}. The i-th predicting slot, from 0, weighs
+    exp(-i / decay).
     chunk_blocks: how many blocks' [K, V] tensors exist at a time; the result is the same.
     """
     weights, config = dict(loss_fn or {"ce": 0.1, "tv": 0.9}), draft.config
