@@ -1204,12 +1204,12 @@ def test_the_target_is_left_as_found_also_after_an_exception(training):
         assert target.config._attn_implementation == "eager" and target.training == training
         assert not any("forward" in vars(part) for part in target.modules())
 
-@each("rows", [1, 3, 4, 15, 16, 48, 49])
+@each("rows", [1, 2, 4, 15, 16, 48, 49])
 @each("width", [320, 321])  # 321 rows cannot be cut into narrow products
 def test_products_of_few_rows_are_the_same(rows, width, monkeypatch):
     x, bias = torch.randn(1, rows, 256), torch.randn(width)
     weight = torch.randn(width, 256, requires_grad=True)
-    if 4 <= rows <= 48:
+    if 2 <= rows <= 48:
         monkeypatch.setattr(dspark.F, "linear", None)  # torch's own must not be called
     for b in (None, bias):
         out = dspark.linear(x, weight, b)
