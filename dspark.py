@@ -761,7 +761,7 @@ def calibration_report(confidence_logits, accepted, temperatures):
         report["auc"].append(float(((lived > lost).double() + (lived == lost) / 2).mean()))
     return report
 
-def schedule_prefixes(confidence, steps_per_second):
+def schedule_prefixes(confidence, steps_per_second, stair_end=None):
     """Algorithm 1: how many drafts of each request to verify, so that tokens per second peak.
 
     confidence [R, gamma] = c_{r,j}; steps_per_second: int B -> SPS(B) -> lengths [R]. Lossless, as
@@ -769,7 +769,11 @@ def schedule_prefixes(confidence, steps_per_second):
     x_k, but c_{k+1} does, through W1[x_k]. A search over all lengths lets c_2 decide about x_1:
     with R = 1, SPS(1, 2, 3) = 1, 0.5, 0.45, tokens a and b with p = (0.7, 0.3) and q = (0.5, 0.5),
     c_1 = 0.8, c_2 = 0.9 after a and 0 after b, it verifies only after a, and a comes out with
-    probability 0.5 + 0.5 * 0.7 = 0.85."""
+    probability 0.5 + 0.5 * 0.7 = 0.85.
+
+    stair_end (ours): int B -> the largest size that costs no more; once stopped, the next drafts
+    in the ranking are taken up to it. Lossless too: where it stops, so where the stair ends, is
+    known from the drafts ranked before the stop, and c_{k+1} ranks after x_k."""
     rows = len(confidence)
     survival = confidence.double().cumprod(1).T.flatten().tolist()  # a_{r,j} in the order (j, r)
     # Descending. Python's sort is stable, so ties go to the smaller j, then to the smaller r.
@@ -783,6 +787,10 @@ def schedule_prefixes(confidence, steps_per_second):
             break  # the first that does not improve it, or that cannot be accepted
         best = throughput
         lengths[place % rows] += 1
+    taken = sum(lengths)
+    free = stair_end(rows + taken) - rows if stair_end else taken
+    for place in ranked[taken:free]:
+        lengths[place % rows] += survival[place] > 0
     return torch.tensor(lengths)  # l_r
 
 class DraftLimit:
@@ -836,7 +844,8 @@ def choose_lengths(schedule, confidence, g, rows, steps_per_second, draft_second
     if schedule == "prefix":  # a round takes the drafting and the target's step
         drafting = draft_seconds(rows) if draft_seconds else 0.0
         lengths = schedule_prefixes(
-            confidence, lambda size: 1 / (drafting + 1 / steps_per_second(size)))
+            confidence, lambda size: 1 / (drafting + 1 / steps_per_second(size)),
+            getattr(steps_per_second, "stair_end", None))
     elif callable(schedule):
         lengths = torch.as_tensor(schedule(confidence))
     else:  # a threshold: the first slot below it ends the prefix
@@ -1231,6 +1240,10 @@ class StepCosts:
         place = bisect.bisect_left(self.sizes, size)
         return self.rising[min(place, len(self.sizes) - 1)]
 
+    def stair_end(self, size):
+        """The largest size that costs no more than this one, by `stairs`"""
+        return max(size, self.sizes[bisect.bisect_right(self.rising, self.stairs(size)) - 1])
+
     def __str__(self):
         rows = [f"{size:6}{1e3 * seen:12.2f}{1e3 * fit:12.2f}"
                 for size, seen, fit in zip(self.sizes, self.measured, self.fitted)]
@@ -1254,13 +1267,14 @@ def median_seconds(step, sizes, repeats):
 
 @torch.inference_mode()
 def profile_steps_per_second(target, requests=1, gamma=7, context=128, repeats=7):
-    """Time packed forwards of R, 2 R, ... (1 + gamma) R tokens of R requests, and of 1, 2, 4, ...
-    of as many, `context` cached ones before each -> StepCosts, a callable B -> SPS(B)"""
+    """Time packed forwards of R, 1.5 R, 2 R, ... (1 + gamma) R tokens of R requests, and of 1, 2,
+    4, ... of as many, `context` cached ones before each -> StepCosts, a callable B -> SPS(B)"""
     cache = RaggedCache(requests, context + 1 + gamma)
 
     def step(size):
         rows = min(size, requests)
-        plan = Plan(0, [context] * rows, [size // rows] * rows, target.device)
+        counts = [(size + row) // rows for row in range(rows)]  # as even as can be
+        plan = Plan(0, [context] * rows, counts, target.device)
         tokens = torch.zeros(size, dtype=torch.long, device=target.device)
         with stopwatch(target) as seconds:
             run_target(target, cache, (), tokens, plan)
@@ -1268,7 +1282,7 @@ def profile_steps_per_second(target, requests=1, gamma=7, context=128, repeats=7
 
     with packed(target):
         sizes = {2**i for i in range(requests.bit_length())}  # while fewer requests are left
-        sizes = sorted(sizes | {requests * (1 + k) for k in range(1 + gamma)})
+        sizes = sorted(sizes | {requests * k // 2 for k in range(2, 3 + 2 * gamma)})
         return StepCosts(sizes, median_seconds(step, sizes, repeats), requests)
 
 @torch.inference_mode()
