@@ -766,14 +766,16 @@ def schedule_prefixes(confidence, steps_per_second, stair_end=None):
 
     confidence [R, gamma] = c_{r,j}; steps_per_second: int B -> SPS(B) -> lengths [R]. Lossless, as
     it stops at the first non-improvement (Appendix A): whether x_k is verified may not depend on
-    x_k, but c_{k+1} does, through W1[x_k]. A search over all lengths lets c_2 decide about x_1:
+    x_k, but c_{k+1} does, through W1[x_k]. As a_{r,k+1} <= a_{r,k}, all that is ranked up to x_k,
+    and so whether the stop comes before it, is known without x_k. A search over all lengths lets
+    c_2 decide about x_1:
     with R = 1, SPS(1, 2, 3) = 1, 0.5, 0.45, tokens a and b with p = (0.7, 0.3) and q = (0.5, 0.5),
     c_1 = 0.8, c_2 = 0.9 after a and 0 after b, it verifies only after a, and a comes out with
     probability 0.5 + 0.5 * 0.7 = 0.85.
 
     stair_end (ours): int B -> the largest size that costs no more; once stopped, the next drafts
-    in the ranking are taken up to it. Lossless too: where it stops, so where the stair ends, is
-    known from the drafts ranked before the stop, and c_{k+1} ranks after x_k."""
+    in the ranking are taken up to it. Lossless too: where the stair ends is known from survivals
+    up to that of the draft it stopped at, and none of them depends on that draft or a later one."""
     rows = len(confidence)
     survival = confidence.double().cumprod(1).T.flatten().tolist()  # a_{r,j} in the order (j, r)
     # Descending. Python's sort is stable, so ties go to the smaller j, then to the smaller r.
@@ -800,7 +802,8 @@ class DraftLimit:
     loop) says which share of the drafts survives to each position, hence how many tokens a limit
     would give for the measured seconds of a round in which every request gets so many. The best
     limit holds, but for a whole block after 16 rounds, then 32, 64, 128, to look again; to draft
-    less takes a quarter of the memory filled, to stop all of it. The past alone decides, so the
+    less takes a quarter of the memory filled, to stop all of it and 3 % of gain. One request that
+    stopped takes long to start again: a look counts as 1 of 64. The past alone decides, so the
     text is the target's (as with the budget of sec. 5.2); times come from tables, so runs can be
     repeated."""
     def __init__(self, gamma, step_seconds, draft_seconds, requests):
@@ -1073,7 +1076,8 @@ def generate(target, draft, prompts, max_new_tokens, temperature=0.0, top_k=0, t
     is plain decoding by the same lines. ValueError for bad input; the target is left as found.
 
     prompts: 1-D LongTensors or lists. schedule: "full"; an int, drafts per round (0: plain); a
-    float, threshold on c_k; "prefix", Algorithm 1; or a callable confidence [R, gamma] -> lengths.
+    float, threshold on c_k; "prefix", Algorithm 1; or a callable confidence [R, gamma] -> lengths,
+    lossless only if whether x_k is kept depends on no c after c_k (schedule_prefixes says why).
     "prefix" takes the costs of this machine: steps_per_second(B) and draft_seconds(R). With both it
     also drafts less, or not at all, where that pays (DraftLimit); without draft_seconds drafts
     count as free; without either both are measured first, and only then is a clock read.
@@ -1236,9 +1240,11 @@ class StepCosts:
 
     def stairs(self, size):
         """Seconds of the next measured size, for decisions that need no convex curve: kernels work
-        in tiles, so a size between two measured ones costs more than the line between them."""
-        place = bisect.bisect_left(self.sizes, size)
-        return self.rising[min(place, len(self.sizes) - 1)]
+        in tiles, so a size between two measured ones costs more than the line between them. Below
+        `low`, where measured sizes lie far apart, and beyond the last: on the line."""
+        if not self.low <= size <= self.sizes[-1]:
+            return self.seconds(size)
+        return self.rising[bisect.bisect_left(self.sizes, size)]
 
     def stair_end(self, size):
         """The largest size that costs no more than this one, by `stairs`"""
@@ -1268,7 +1274,8 @@ def median_seconds(step, sizes, repeats):
 @torch.inference_mode()
 def profile_steps_per_second(target, requests=1, gamma=7, context=128, repeats=7):
     """Time packed forwards of R, 1.5 R, 2 R, ... (1 + gamma) R tokens of R requests, and of 1, 2,
-    4, ... of as many, `context` cached ones before each -> StepCosts, a callable B -> SPS(B)"""
+    3, 4, 6, 8, 12, ... of as many, `context` cached ones before each -> StepCosts, a callable
+    B -> SPS(B). Top-k and top-p of the target's distributions are not in these times."""
     cache = RaggedCache(requests, context + 1 + gamma)
 
     def step(size):
@@ -1281,8 +1288,9 @@ def profile_steps_per_second(target, requests=1, gamma=7, context=128, repeats=7
         return seconds["all"]
 
     with packed(target):
-        sizes = {2**i for i in range(requests.bit_length())}  # while fewer requests are left
-        sizes = sorted(sizes | {requests * k // 2 for k in range(2, 3 + 2 * gamma)})
+        powers = [2**i for i in range(requests.bit_length())]  # while fewer requests are left
+        fewer = {size for size in (*powers, *(3 * power for power in powers)) if size < requests}
+        sizes = sorted(fewer | {requests * k // 2 for k in range(2, 3 + 2 * gamma)})
         return StepCosts(sizes, median_seconds(step, sizes, repeats), requests)
 
 @torch.inference_mode()

@@ -862,10 +862,12 @@ def test_the_fitted_curve_is_convex_rising_and_below_the_measured():
 
 def test_a_decision_by_stairs_takes_the_next_measured_size():
     costs = StepCosts([1, 4, 8], [1.0, 2.0, 5.0])
-    assert [costs.stairs(size) for size in (1, 2, 4, 5, 8, 9)] == [1.0, 2.0, 2.0, 5.0, 5.0, 5.0]
+    assert [costs.stairs(size) for size in (1, 2, 4, 5, 8, 9)] == [1.0, 2.0, 2.0, 5.0, 5.0, 5.75]
     assert [costs.stair_end(size) for size in (1, 2, 4, 5, 8, 9)] == [1, 4, 4, 8, 8, 9]
     noisy = StepCosts([1, 4, 8, 12], [1.0, 2.5, 2.0, 5.0])  # 8 tokens cost no more than 4
     assert noisy.stair_end(2) == 8 and noisy.stair_end(9) == 12
+    few = StepCosts([1, 4, 8, 12], [1.0, 2.5, 4.0, 5.0], low=8)  # fewer requests than were timed
+    assert few.stairs(6) == 3.25 and few.stair_end(6) == 6 and few.stair_end(9) == 12
 
 def test_costs_are_measured_on_the_real_loop(monkeypatch):
     target, sent, plan = make_target(), [], dspark.Plan
