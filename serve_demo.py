@@ -3,7 +3,7 @@
     python serve_demo.py --prompt "Why is the sky blue?" --temperature 1 --schedule 0.5
 
 Texts are printed with their tokens coloured by origin, then counters, and speeds next to those of
-plain decoding of the same prompts by the same loop in the same run:
+plain decoding of the same prompts by the same loop in the same run, a round of each in turn:
     rounds           target forwards of a request, without the prompt's, which gives the first token
     drafted          tokens the draft proposed; verified: those the schedule sent to the target
     accepted         those the target agreed to, before a stop token or the budget cuts the text
@@ -12,23 +12,28 @@ plain decoding of the same prompts by the same loop in the same run:
     per_request      tokens_per_second / requests at a time; times_plain: against plain decoding
     verify_ms        target forward of a round; schedule_ms: choosing what to verify, replayed on
                      the recorded confidences; draft_ms: the rest of the round
---html writes a page to step through the rounds, --bench compares plain decoding and all schedules,
+--html writes a page to step through the rounds, --bench compares plain decoding and all schedules
+on all prompts (again and again up to 4 R, at least 8; each schedule keeps a cache of its own),
 --plot draws what train.py --compare and --bench --json FOLDER/bench.json wrote into a FOLDER.
 """
 import argparse
 import contextlib
+import functools
 import json
 import os
 import statistics
 import sys
+import threading
+import time
 from pathlib import Path
 
+import numpy
 import torch
 import transformers
 from huggingface_hub import snapshot_download
 from tqdm import tqdm
 
-from dspark import (DSparkDraft, StepCosts, choose_lengths, generate, probabilities,
+from dspark import (DSparkDraft, StepCosts, choose_lengths, generate, packed, probabilities,
                     profile_draft_seconds, profile_steps_per_second, require, stopwatch, total)
 
 QUESTIONS = ["Why is the sky blue?", "How far is 2 hours at 72 km/h?", "Write FizzBuzz in Python."]
@@ -154,28 +159,73 @@ def show(requests):
         print(*(f"{name} {one[name]:.5g}" for name in COUNTERS), sep=", ")
 
 # ------------------------------------------------------------ measured: a pass, its row, its table
-def measure(args, target, draft, prompts, schedule, requests, costs=None, drafting=None):
-    """One timed pass, `requests` at a time -> Generations, numbers, Rounds"""
-    rounds, draft_seconds = [], drafting and drafting.seconds
-    with stopwatch(target) as seconds:
-        results = generate(
+def in_turn(target, jobs):
+    """Run jobs {name: job(pause)} up to their next pause(), in turn, so that a machine that slows
+    down slows all alike -> {name: result}, {name: seconds: in all, of forwards, of prefills}"""
+    results, spent = {}, {name: numpy.zeros(3) for name in jobs}
+    hub, go = threading.Semaphore(0), {name: threading.Semaphore(0) for name in jobs}
+
+    def pause(name):
+        hub.release()
+        go[name].acquire()
+
+    def run(name):
+        go[name].acquire()
+        try:
+            results[name] = jobs[name](functools.partial(pause, name))
+        except Exception as error:
+            results[name] = error
+        hub.release()
+
+    for name in jobs:
+        threading.Thread(target=run, args=[name], daemon=True).start()
+    with stopwatch(target) as clock, packed(target):
+        while live := [name for name in jobs if name not in results]:
+            for name in live:
+                spent[name] -= time.perf_counter(), clock["target"], clock["prefill"]
+                go[name].release()
+                hub.acquire()
+                spent[name] += time.perf_counter(), clock["target"], clock["prefill"]
+    for error in results.values():
+        if isinstance(error, Exception):
+            raise error
+    return results, spent
+
+def measure(args, target, draft, prompts, ways, requests, costs=None, drafting=None):
+    """Decode by all schedules {name: schedule}, `requests` prompts at a time, a round of each in
+    turn -> {name: Generations}, {name: numbers}, {name: Rounds}"""
+    draft_seconds, rounds = drafting and drafting.seconds, {name: [] for name in ways}
+    bar = tqdm(total=len(prompts) * len(ways), unit="answer", leave=False, disable=None)
+
+    def job(name, pause):
+        def on_round(round):
+            rounds[name].append(round)
+            bar.update(sum(one.done for one in round.requests))
+            pause()
+        return generate(
             target, draft, prompts, args.max_new_tokens, args.temperature, args.top_k, args.top_p,
-            target.generation_config.eos_token_id, schedule, costs, draft_seconds, requests,
-            args.markov_top_k, on_round=rounds.append,
+            target.generation_config.eos_token_id, ways[name], costs, draft_seconds, requests,
+            args.markov_top_k, on_round=on_round,
             generator=torch.Generator().manual_seed(args.seed))
-    seen = [torch.tensor(round.confidence) for round in rounds if round.confidence]
-    with stopwatch(target) as choosing:
-        for trust in seen:
-            choose_lengths(schedule, trust, draft.config.gamma, len(trust), costs, draft_seconds)
-    whole, took, each = total(results), seconds["all"], 1000 / max(len(rounds), 1)
-    rest = took - seconds["target"] - seconds["prefill"] - choosing["all"]
-    speed = sum(len(one.tokens) for one in results) / took
-    return results, dict(
-        verified_length=whole.verified / max(whole.rounds, 1),
-        acceptance_rate=whole.accepted / max(whole.verified, 1),
-        accepted_length=1 + whole.accepted / max(whole.rounds, 1),
-        tokens_per_second=speed, per_request=speed / requests, draft_ms=each * rest,
-        verify_ms=each * seconds["target"], schedule_ms=each * choosing["all"]), rounds
+
+    with bar:
+        results, spent = in_turn(target, {name: functools.partial(job, name) for name in ways})
+    rows = {}
+    for name, (took, verify, prefill) in spent.items():
+        seen = [torch.tensor(round.confidence) for round in rounds[name] if round.confidence]
+        with stopwatch(target) as choosing:
+            for c in seen:
+                choose_lengths(ways[name], c, c.shape[1], len(c), costs, draft_seconds)
+        whole, each = total(results[name]), 1000 / max(len(rounds[name]), 1)
+        rest = took - verify - prefill - choosing["all"]
+        speed = sum(len(one.tokens) for one in results[name]) / took
+        rows[name] = dict(
+            verified_length=whole.verified / max(whole.rounds, 1),
+            acceptance_rate=whole.accepted / max(whole.verified, 1),
+            accepted_length=1 + whole.accepted / max(whole.rounds, 1),
+            tokens_per_second=speed, per_request=speed / requests, draft_ms=each * rest,
+            verify_ms=each * verify, schedule_ms=each * choosing["all"])
+    return results, rows, rounds
 
 def print_speeds(requests, rows):
     """rows: {schedule: numbers of `measure`}, to which the speed-up is added"""
@@ -207,8 +257,9 @@ def serve(args, target, draft, prompts, tokenizer, texts):
     """Speculative and plain decoding of the prompts, shown and compared -> report for --json"""
     work, at_a_time = (args, target, draft, prompts), min(args.concurrency[0], len(prompts))
     costs = cost_tables(args, target, draft, at_a_time) if args.schedule == "prefix" else ()
-    results, fast, rounds = measure(*work, args.schedule, at_a_time, *costs)
-    others, plain, _ = measure(*work, 0, at_a_time)
+    ways = dict(speculative=args.schedule, plain=0)
+    texts_of, rows, rounds_of = measure(*work, ways, at_a_time, *costs)
+    (results, others), rounds = texts_of.values(), rounds_of["speculative"]
     requests = [dict(vars(one), prompt=text, pieces=pieces(tokenizer, one.tokens),
                      plain_tokens=other.tokens, rounds=one.rounds, verified=one.verified,
                      accepted=one.accepted, accepted_length=1 + one.accepted / max(one.rounds, 1))
@@ -216,12 +267,11 @@ def serve(args, target, draft, prompts, tokenizer, texts):
     show(requests)
     shares = total(results).acceptance_by_position if rounds else []
     print("\nall: acceptance by position", *(f"{share:.2f}" for share in shares))
-    print_speeds(at_a_time, dict(speculative=fast, plain=plain))
+    print_speeds(at_a_time, rows)
     parted = compare(args, target, results, others)
     if args.html:
         write_page(args, tokenizer, draft, requests, rounds)
-    return dict(requests=requests, speculative=fast, plain=plain, divergences=parted,
-                acceptance_by_position=shares)
+    return dict(requests=requests, **rows, divergences=parted, acceptance_by_position=shares)
 
 # ----------------------------------------------------------------------- --html: round by round
 def labels(tokenizer, tokens):
@@ -291,20 +341,18 @@ def bench(args, target, draft, prompts):
         costs, drafting = cost_tables(args, target, draft, requests)
         fixed = {"plain": 0, **{f"first {k}": k for k in range(1, 1 + draft.config.gamma)}}
         ways = {**fixed, "threshold 0.5": 0.5, "prefix": "prefix"}
-        size = max(4 * requests, 8)  # more than run at a time: requests join and leave
+        size = max(4 * requests, len(prompts), 8)  # requests join and leave
         work = args, target, draft, (prompts * size)[:size]
-        turns = [(name, way) for _ in range(args.repeats) for name, way in ways.items()]
-        found = [(name, measure(*work, way, requests, costs, drafting)[1]) for name, way in tqdm(
-            turns, f"{requests} at a time", leave=False, disable=None)]
-        rows = {name: {key: statistics.median(row[key] for way, row in found if way == name)
-                       for key in found[0][1]} for name in ways}
+        found = [measure(*work, ways, requests, costs, drafting)[1] for _ in range(args.repeats)]
+        rows = {name: {key: statistics.median(rows[name][key] for rows in found) for key in row}
+                for name, row in found[0].items()}
         print_speeds(requests, rows)
         report["rows"] += [dict(requests=requests, schedule=name, **rows[name]) for name in rows]
         report["costs"][requests] = [vars(costs), vars(drafting)]
         best = max(rows, key=lambda name: rows[name]["times_plain"])
         gain = f"{best} ({rows[best]['times_plain']:.2f} times plain decoding)"
         words.append(f"at {requests} {'nothing beats plain decoding' if best == 'plain' else gain}")
-    report["blocks"] = full_blocks(measure(*work, "full", requests)[2])
+    report["blocks"] = full_blocks(measure(*work, {"full": "full"}, requests)[2]["full"])
     print(f"\nFastest by requests at a time: {', '.join(words)}.")
     return report
 

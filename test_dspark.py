@@ -1881,6 +1881,31 @@ def test_the_page_shows_the_distribution_the_draft_was_drawn_from(overrides):
     with proposals(draft) as seen:
         generate(make_target(), draft, make_prompts(3), 9, 0.8, 9, on_round=check)
 
+def test_schedules_are_measured_a_round_of_each_in_turn():
+    """A slow machine is slow for all of them, and none can tell that it is not alone."""
+    seen, target, draft, prompts = [], make_target(), guess_half(), make_prompts(3)
+    def job(count):
+        def rounds(pause):
+            for i in range(count):
+                seen.append(count)
+                pause()
+            return 1 / (2 - count)
+        return rounds
+    results, spent = serve_demo.in_turn(target, dict(a=job(3), b=job(1)))
+    assert seen == [3, 1, 3, 3] and results == dict(a=-1.0, b=1.0)
+    with pytest.raises(ZeroDivisionError):
+        serve_demo.in_turn(target, dict(a=job(3), b=job(2)))
+    args = serve_demo.parse_arguments(["--temperature", "1", "--max-new-tokens", "9"])
+    ways = dict(plain=0, full="full", two=2)
+    texts, rows, rounds = serve_demo.measure(args, target, draft, prompts, ways, 2)
+    for name, way in ways.items():
+        alone = generate(target, draft, prompts, 9, 1.0, schedule=way, max_concurrency=2,
+                         generator=torch.Generator().manual_seed(0))
+        assert [one.tokens for one in texts[name]] == [one.tokens for one in alone]
+        assert len(rounds[name]) >= max(one.rounds for one in alone) > 0
+        assert rows[name]["verify_ms"] > 0 and rows[name]["draft_ms"] > 0
+    assert target.config._attn_implementation != "dspark_packed"
+
 def test_bench_writes_its_columns_and_plots_follow(demo_folder, tmp_path, capsys):
     flags = ("--bench", "--concurrency", 1, 3, "--repeats", 1, "--max-new-tokens", 12)
     demo(demo_folder, *flags, "--json", tmp_path / "bench.json")
